@@ -1,0 +1,135 @@
+"""What engines hand to the clients and get back. Plain tuples: they travel in an engine's own messages."""
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvferry.node.wire import Prefill, Reason, ReserveOutcome, Tier
+
+__all__ = [
+    "LoadEnd",
+    "LoadTicket",
+    "LookupAnswer",
+    "LookupRequest",
+    "NamespaceInfo",
+    "PartPlace",
+    "Pending",
+    "Prefill",
+    "ReadyPart",
+    "Reason",
+    "ReservedSlot",
+    "ReserveOutcome",
+    "Tier",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceInfo:
+    """namespace: fingerprint (16 bytes). part_bytes: by part number. domain, label: for people."""
+
+    namespace: bytes
+    part_bytes: tuple[int, ...]
+    chunk_tokens: int
+    domain: str
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LookupRequest:
+    """chunks: digests of all chunks of the prompt that may be reused, from the prompt's start.
+
+    first_chunk: how many of them the engine has itself. prompt_tokens: of the whole prompt.
+    queued_s: GPU seconds of requests that wait. deadline_cap_s: 0 takes the node's setting.
+    """
+
+    request_id: str
+    chunks: Sequence[bytes]
+    first_chunk: int
+    prompt_tokens: int
+    prefill: Prefill
+    queued_s: float = 0.0
+    deadline_cap_s: float = 0.0
+
+
+class PartPlace(NamedTuple):
+    """A part that lies in the pool: byte offset, and one checksum per stripe, concatenated."""
+
+    offset: int
+    checksums: bytes
+
+
+class LoadTicket(NamedTuple):
+    """One rank's share of a load. places[i] is chunk first_chunk + i; None while it is in flight.
+
+    deadline: absolute ``time.monotonic()`` seconds (the same clock in every process of a host).
+    """
+
+    load_id: int
+    epoch: int
+    first_chunk: int
+    part: int
+    places: tuple[PartPlace | None, ...]
+    deadline: float
+    stall_s: float
+
+
+class LookupAnswer(NamedTuple):
+    """count chunks from first_chunk on can be loaded; 0 with the reason when none can.
+
+    tiers: a ``Tier`` per counted chunk. parts: per counted chunk a tuple over part numbers; None while
+    in flight. A load_id that is not 0 must be given to ``SchedulerClient.end`` exactly once.
+    deadline_s, stall_s: seconds, from the answer. deadline: the same as absolute monotonic seconds.
+    """
+
+    request_id: str
+    load_id: int
+    epoch: int
+    count: int
+    first_chunk: int
+    tiers: tuple[int, ...]
+    parts: tuple[tuple[PartPlace | None, ...], ...]
+    deadline_s: float
+    stall_s: float
+    deadline: float
+    reason: Reason
+
+    def ticket(self, part: int, *, count: int | None = None) -> LoadTicket:
+        """What the worker that needs this part number is given. count: load only so many chunks."""
+        places = tuple(chunk[part] for chunk in self.parts[:count])
+        return LoadTicket(
+            self.load_id, self.epoch, self.first_chunk, part, places, self.deadline, self.stall_s
+        )
+
+
+class ReadyPart(NamedTuple):
+    """A part to copy. index: chunk number in the prompt. view: read-only pool memory.
+
+    Trust the copy only when its stripes' checksums equal these after copying.
+    """
+
+    index: int
+    view: memoryview
+    checksums: tuple[bytes, ...]
+
+
+class LoadEnd(NamedTuple):
+    """No more parts. Reason.COMPLETE when all came; else chunk is the first that did not come."""
+
+    reason: Reason
+    chunk: int
+
+
+class Pending(enum.Enum):
+    """Nothing within the wait that was asked for; the load goes on."""
+
+    PENDING = "pending"
+
+
+class ReservedSlot(NamedTuple):
+    """index: position in the list that was asked for. view: writable when RESERVED, else None."""
+
+    index: int
+    digest: bytes
+    outcome: ReserveOutcome
+    view: memoryview | None

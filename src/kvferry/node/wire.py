@@ -1,0 +1,469 @@
+"""The messages between a node and its clients, and how they are framed on a Unix stream socket.
+
+A frame is a little-endian u32 payload length, then that many bytes of MessagePack: one tagged message.
+Lengths are checked before anything is allocated, fields are bounded and unknown ones refused. The first
+message of a client is ``Hello``; ``Hello`` and ``Refusal`` keep their shape in every protocol version,
+so that two versions can always tell each other what is wrong. Chunk digests travel concatenated
+(``DIGEST_BYTES`` each), checksums of a part likewise (``CHECKSUM_BYTES`` per stripe).
+"""
+
+import enum
+import struct
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import msgspec
+from msgspec import Meta
+
+from kvferry.errors import RefusedError
+from kvferry.identity.names import DIGEST_BYTES, MAX_PART_BYTES, MAX_PARTS, NAMESPACE_BYTES
+
+PROTOCOL = 1
+LENGTH = struct.Struct("<I")
+MAX_FRAME_BYTES = 4 << 20
+MAX_CHUNKS = 65536
+MAX_BATCH = 4096  # places or chunk numbers in one frame
+MAX_TEXT = 512
+MAX_REQUEST_ID = 512
+CHECKSUM_BYTES = 16
+
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_REQUEST_ID)]
+Namespace = Annotated[bytes, Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)]
+Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+Digests = Annotated[bytes, Meta(max_length=DIGEST_BYTES * MAX_CHUNKS)]
+Checksums = Annotated[bytes, Meta(max_length=CHECKSUM_BYTES * 4096)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 62))]
+ChunkNumber = Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)]
+PartNumber = Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
+PartSize = Annotated[int, Meta(gt=0, le=MAX_PART_BYTES)]
+Seconds = Annotated[float, Meta(ge=0, le=86400)]
+
+
+class Role(enum.StrEnum):
+    """What a connection is for. Only engines (scheduler, worker) are handed the pool's memory."""
+
+    SCHEDULER = "scheduler"
+    WORKER = "worker"
+    ADMIN = "admin"
+
+
+class Tier(enum.IntEnum):
+    """Where a chunk was found."""
+
+    MEMORY = 0
+    VALKEY = 1
+
+
+class Reason(enum.StrEnum):
+    """Why an answer or a load ends where it ends. Everything but ABSENT and COMPLETE is not a miss."""
+
+    COMPLETE = "complete"  # everything that was asked for
+    ABSENT = "absent"  # no tier has the next chunk
+    EVICTED = "evicted"  # was in host memory, evicted since, and not in Valkey either
+    CHEAPER = "cheaper-to-recompute"
+    POOL_FULL = "pool-full"
+    TIER_DOWN = "tier-down"
+    DEADLINE = "deadline"  # a lookup, fetch or load took longer than its deadline
+    STALLED = "stalled"  # nothing arrived for the stall timeout
+    CORRUPT = "corrupt"
+    FAILED = "failed"  # tier error
+    GONE = "gone"  # present at lookup, gone at load
+    LIMIT = "limit"  # a bound on outstanding loads or on window was reached
+    EXPIRED = "expired"  # the lease of the load ended
+    ENDED = "ended"  # the load was ended, or is unknown
+    NODE_DOWN = "node-down"  # client side: no connection to a node
+    BREAKER = "breaker-open"  # client side: the node did not answer recently
+    TIMEOUT = "timeout"  # client side: no answer within the bounded wait
+    EPOCH = "node-restarted"  # the handle is of an earlier node process
+    REFUSED = "refused"  # the node declined (version, token, namespace)
+    CLOSED = "closed"
+
+
+class ReserveOutcome(enum.StrEnum):
+    """What became of one reservation."""
+
+    RESERVED = "reserved"
+    EXISTS = "exists"  # stored already, nothing to do
+    BUSY = "busy"  # someone else is filling it
+    FULL = "full"  # no room that may be evicted
+    TOO_LARGE = "too-large"
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of all messages; the tag is the class name."""
+
+
+class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A part that lies ready in the pool. chunk: its number in the prompt."""
+
+    chunk: ChunkNumber
+    part: PartNumber
+    offset: Count
+    checksums: Checksums
+
+
+class ReservedPlace(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One reservation's outcome; offset counts only when it is RESERVED."""
+
+    outcome: ReserveOutcome
+    offset: Count
+
+
+class Filled(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A reserved slot that now holds its part."""
+
+    digest: Digest
+    checksums: Checksums
+
+
+class Prefill(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Coefficients of the engine's prefill time: base_s + a n + b n (n + 2 context), n = new tokens."""
+
+    base_s: Seconds
+    per_token_s: Seconds
+    per_token2_s: Seconds
+
+
+# ---- client to node ------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """First message of every connection."""
+
+    protocol: int
+    version: Text
+    role: Role
+    engine: Text = ""
+    rank: Count = 0
+    pid: Count = 0
+    token: Text = ""
+
+
+class Attach(Message):
+    """Declare a namespace. part_bytes: size of each part of a chunk, by part number."""
+
+    namespace: Namespace
+    part_bytes: Annotated[tuple[PartSize, ...], Meta(min_length=1, max_length=MAX_PARTS)]
+    chunk_tokens: Annotated[int, Meta(gt=0, le=1 << 20)]
+    domain: Text
+    label: Text = ""
+
+
+class Lookup(Message):
+    """How far does this prefix reach? chunks: all of the prompt's; loading starts at first_chunk.
+
+    queued_s: GPU seconds of requests waiting behind this one. max_wait_s: answer within this time.
+    deadline_cap_s: 0 takes the node's setting.
+    """
+
+    request_id: RequestId
+    namespace: Namespace
+    chunks: Digests
+    first_chunk: Annotated[int, Meta(ge=0, le=MAX_CHUNKS)]
+    prompt_tokens: Count
+    prefill: Prefill
+    queued_s: Seconds = 0.0
+    max_wait_s: Seconds = 0.05
+    deadline_cap_s: Seconds = 0.0
+
+
+class Join(Message):
+    """A worker wants the parts of one load that were not ready in the answer."""
+
+    load_id: Count
+    epoch: Count
+    part: PartNumber
+
+
+class Copied(Message):
+    """These chunks' parts were copied and verified: their pins may go."""
+
+    load_id: Count
+    part: PartNumber
+    chunks: Annotated[tuple[ChunkNumber, ...], Meta(max_length=MAX_BATCH)]
+
+
+class Corrupt(Message):
+    """A part's bytes did not match its checksums after the copy."""
+
+    load_id: Count
+    part: PartNumber
+    chunk: ChunkNumber
+
+
+class EndLoad(Message):
+    """The load is over for every rank; frees what is left of it."""
+
+    load_id: Count
+
+
+class Reserve(Message):
+    """Ask for slots. prefix: digests before the wanted ones, for recency. chunks: the wanted ones."""
+
+    ticket: Count
+    namespace: Namespace
+    part: PartNumber
+    prefix: Digests
+    chunks: Digests
+
+
+class Commit(Message):
+    """Publish filled slots."""
+
+    namespace: Namespace
+    part: PartNumber
+    filled: Annotated[tuple[Filled, ...], Meta(max_length=MAX_BATCH)]
+
+
+class Abandon(Message):
+    """Give reserved slots back unfilled."""
+
+    namespace: Namespace
+    part: PartNumber
+    chunks: Digests
+
+
+class Report(Message):
+    """The engine's side of a request's story, for explain. Times in seconds."""
+
+    request_id: RequestId
+    prompt_tokens: Count = 0
+    engine_tokens: Count = 0  # reused from the engine's own cache
+    loaded_tokens: Count = 0
+    failed_tokens: Count = 0
+    stored_chunks: Count = 0
+    loaded_bytes: Count = 0
+    lookup_s: Seconds = 0.0
+    load_s: Seconds = 0.0
+    reason: Text = ""
+    note: Text = ""
+
+
+class StatusQuery(Message):
+    """Ask for the node's status."""
+
+
+class ExplainQuery(Message):
+    """Ask for what is known of a request: its id, a prefix of it, or the id an API response shows."""
+
+    request_id: RequestId
+
+
+class DropQuery(Message):
+    """Forget what a tier holds. namespace: empty means all."""
+
+    tier: Annotated[str, Meta(pattern="^(memory|valkey)$")]
+    namespace: Annotated[bytes, Meta(max_length=NAMESPACE_BYTES)] = b""
+
+
+# ---- node to client ------------------------------------------------------------------------------
+
+
+class Welcome(Message):
+    """Accepted. For engines the frame carries the pool's memory as a descriptor (SCM_RIGHTS)."""
+
+    protocol: int
+    version: Text
+    epoch: Count
+    pid: Count
+    pool_bytes: Count
+
+
+class Refusal(Message):
+    """The node declines this connection and closes it. message: for people, one line."""
+
+    message: str
+    protocol: int = PROTOCOL
+    version: str = ""
+
+
+class Attached(Message):
+    """The namespace is known, or refused when error is not empty."""
+
+    namespace: Namespace
+    error: str = ""
+
+
+class Answer(Message):
+    """count chunks from first_chunk on are being loaded. ready: those in the pool now, pinned.
+
+    tiers: one byte per counted chunk (``Tier``). load_id is 0 when count is 0.
+    deadline_s, stall_s: from the moment of the answer.
+    """
+
+    request_id: str
+    epoch: Count
+    load_id: Count
+    first_chunk: Count
+    count: Count
+    tiers: bytes
+    ready: tuple[Place, ...]
+    deadline_s: float
+    stall_s: float
+    reason: Reason
+
+
+class PartsReady(Message):
+    """Parts that have arrived, in chunk order, for a worker that joined."""
+
+    load_id: Count
+    places: tuple[Place, ...]
+
+
+class LoadEnded(Message):
+    """Nothing more will arrive for this part; chunk: the first one that will not come."""
+
+    load_id: Count
+    part: PartNumber
+    chunk: Count
+    reason: Reason
+
+
+class Reserved(Message):
+    """Answer to Reserve: one place per wanted chunk, in the order asked."""
+
+    ticket: Count
+    places: tuple[ReservedPlace, ...]
+
+
+class Document(Message):
+    """Answer to an admin query: a JSON document, or an error."""
+
+    json: bytes = b""
+    error: str = ""
+
+
+FromClient = (
+    Hello
+    | Attach
+    | Lookup
+    | Join
+    | Copied
+    | Corrupt
+    | EndLoad
+    | Reserve
+    | Commit
+    | Abandon
+    | Report
+    | StatusQuery
+    | ExplainQuery
+    | DropQuery
+)
+FromNode = Welcome | Refusal | Attached | Answer | PartsReady | LoadEnded | Reserved | Document
+
+
+class _AnyHello(msgspec.Struct, tag="Hello", frozen=True):
+    """What every version's Hello has."""
+
+    protocol: int
+    version: str = "unknown"
+
+
+class _AnyRefusal(msgspec.Struct, tag="Refusal", frozen=True):
+    """What every version's Refusal has."""
+
+    message: str
+    protocol: int = 0
+    version: str = "unknown"
+
+
+_encoder = msgspec.msgpack.Encoder()
+_from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
+_from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
+_any_hello = msgspec.msgpack.Decoder(_AnyHello)
+_any_refusal = msgspec.msgpack.Decoder(_AnyRefusal)
+
+
+def encode(message: Message) -> bytes:
+    """A whole frame. Raises RefusedError when the message would exceed MAX_FRAME_BYTES."""
+    payload = _encoder.encode(message)
+    if len(payload) > MAX_FRAME_BYTES:
+        raise RefusedError(f"a {type(message).__name__} of {len(payload)} bytes exceeds the frame limit")
+    return LENGTH.pack(len(payload)) + payload
+
+
+def decode_from_client(payload: bytes | memoryview) -> FromClient:
+    """Raises RefusedError on anything that is not exactly one known message."""
+    try:
+        return _from_client.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        _refuse("client", error)
+
+
+def decode_from_node(payload: bytes | memoryview) -> FromNode:
+    """Raises RefusedError on anything that is not exactly one known message."""
+    try:
+        return _from_node.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        _refuse("node", error)
+
+
+def _refuse(sender: str, error: Exception) -> NoReturn:
+    raise RefusedError(f"malformed message from the {sender}: {error}") from error
+
+
+def hello_mismatch(payload: bytes | memoryview, *, version: str) -> str | None:
+    """One line when the first frame is a Hello of another protocol version, else None."""
+    try:
+        hello = _any_hello.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if hello.protocol == PROTOCOL:
+        return None
+    return (
+        f"this node is kvferry {version} (protocol {PROTOCOL}), the client is kvferry {hello.version} "
+        f"(protocol {hello.protocol}): install the same version on both sides"
+    )
+
+
+def refusal_text(payload: bytes | memoryview) -> str | None:
+    """The message of a Refusal of any version, else None."""
+    try:
+        return _any_refusal.decode(payload).message
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+class FrameBuffer:
+    """Cuts a byte stream into frames. Never holds more than one frame's limit plus one read."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The payloads that are complete now. Raises RefusedError on a length over the limit."""
+        self._data += data
+        frames: list[bytes] = []
+        start = 0
+        while len(self._data) - start >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._data, start)
+            if length > MAX_FRAME_BYTES:
+                raise RefusedError(f"a frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+            end = start + LENGTH.size + length
+            if len(self._data) < end:
+                break
+            frames.append(bytes(memoryview(self._data)[start + LENGTH.size : end]))
+            start = end
+        if start:
+            del self._data[:start]
+        return frames
+
+
+def split_digests(digests: bytes) -> list[bytes]:
+    """Concatenated digests, apart. Raises RefusedError when the length is no multiple of a digest."""
+    if len(digests) % DIGEST_BYTES:
+        raise RefusedError(f"{len(digests)} bytes of digests are not a multiple of {DIGEST_BYTES}")
+    return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
+
+
+def join_checksums(checksums: Sequence[bytes]) -> bytes:
+    """The checksums of a part's stripes as one field."""
+    return b"".join(checksums)
+
+
+def split_checksums(checksums: bytes) -> tuple[bytes, ...]:
+    """The checksums of a part's stripes, apart. Raises RefusedError on a broken length."""
+    if len(checksums) % CHECKSUM_BYTES:
+        raise RefusedError(f"{len(checksums)} bytes of checksums are not a multiple of {CHECKSUM_BYTES}")
+    return tuple(checksums[at : at + CHECKSUM_BYTES] for at in range(0, len(checksums), CHECKSUM_BYTES))
