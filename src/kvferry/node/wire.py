@@ -1,25 +1,20 @@
-"""The messages between a node and its clients, and how they are framed on a Unix stream socket.
+"""The messages between a node and its clients (``framing`` puts them on a socket).
 
-A frame is a little-endian u32 payload length, then that many bytes of MessagePack: one tagged message.
-Lengths are checked before anything is allocated, fields are bounded and unknown ones refused. The first
-message of a client is ``Hello``; ``Hello`` and ``Refusal`` keep their shape in every protocol version,
-so that two versions can always tell each other what is wrong. Chunk digests travel concatenated
-(``DIGEST_BYTES`` each), checksums of a part likewise (``CHECKSUM_BYTES`` per stripe).
+Fields are bounded and unknown ones refused. The first message of a client is ``Hello``; ``Hello`` and
+``Refusal`` keep their shape in every protocol version, so that two versions can always tell each other
+what is wrong. Chunk digests travel concatenated (``DIGEST_BYTES`` each), checksums of a part likewise
+(``CHECKSUM_BYTES`` per stripe).
 """
 
 import enum
-import struct
-from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
-from kvferry.errors import RefusedError
 from kvferry.identity.names import DIGEST_BYTES, MAX_PART_BYTES, MAX_PARTS, NAMESPACE_BYTES
 
 PROTOCOL = 1
-LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 4 << 20
 MAX_CHUNKS = 65536
 MAX_BATCH = 4096  # places or chunk numbers in one frame
@@ -257,6 +252,10 @@ class DropQuery(Message):
     namespace: Annotated[bytes, Meta(max_length=NAMESPACE_BYTES)] = b""
 
 
+class Ping(Message):
+    """Is the node alive? Sent by a client whose last call went unanswered."""
+
+
 # ---- node to client ------------------------------------------------------------------------------
 
 
@@ -334,6 +333,10 @@ class Document(Message):
     error: str = ""
 
 
+class Pong(Message):
+    """Answer to Ping."""
+
+
 FromClient = (
     Hello
     | Attach
@@ -349,121 +352,6 @@ FromClient = (
     | StatusQuery
     | ExplainQuery
     | DropQuery
+    | Ping
 )
-FromNode = Welcome | Refusal | Attached | Answer | PartsReady | LoadEnded | Reserved | Document
-
-
-class _AnyHello(msgspec.Struct, tag="Hello", frozen=True):
-    """What every version's Hello has."""
-
-    protocol: int
-    version: str = "unknown"
-
-
-class _AnyRefusal(msgspec.Struct, tag="Refusal", frozen=True):
-    """What every version's Refusal has."""
-
-    message: str
-    protocol: int = 0
-    version: str = "unknown"
-
-
-_encoder = msgspec.msgpack.Encoder()
-_from_client: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
-_from_node: msgspec.msgpack.Decoder[FromNode] = msgspec.msgpack.Decoder(FromNode)
-_any_hello = msgspec.msgpack.Decoder(_AnyHello)
-_any_refusal = msgspec.msgpack.Decoder(_AnyRefusal)
-
-
-def encode(message: Message) -> bytes:
-    """A whole frame. Raises RefusedError when the message would exceed MAX_FRAME_BYTES."""
-    payload = _encoder.encode(message)
-    if len(payload) > MAX_FRAME_BYTES:
-        raise RefusedError(f"a {type(message).__name__} of {len(payload)} bytes exceeds the frame limit")
-    return LENGTH.pack(len(payload)) + payload
-
-
-def decode_from_client(payload: bytes | memoryview) -> FromClient:
-    """Raises RefusedError on anything that is not exactly one known message."""
-    try:
-        return _from_client.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        _refuse("client", error)
-
-
-def decode_from_node(payload: bytes | memoryview) -> FromNode:
-    """Raises RefusedError on anything that is not exactly one known message."""
-    try:
-        return _from_node.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        _refuse("node", error)
-
-
-def _refuse(sender: str, error: Exception) -> NoReturn:
-    raise RefusedError(f"malformed message from the {sender}: {error}") from error
-
-
-def hello_mismatch(payload: bytes | memoryview, *, version: str) -> str | None:
-    """One line when the first frame is a Hello of another protocol version, else None."""
-    try:
-        hello = _any_hello.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    if hello.protocol == PROTOCOL:
-        return None
-    return (
-        f"this node is kvferry {version} (protocol {PROTOCOL}), the client is kvferry {hello.version} "
-        f"(protocol {hello.protocol}): install the same version on both sides"
-    )
-
-
-def refusal_text(payload: bytes | memoryview) -> str | None:
-    """The message of a Refusal of any version, else None."""
-    try:
-        return _any_refusal.decode(payload).message
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-
-
-class FrameBuffer:
-    """Cuts a byte stream into frames. Never holds more than one frame's limit plus one read."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """The payloads that are complete now. Raises RefusedError on a length over the limit."""
-        self._data += data
-        frames: list[bytes] = []
-        start = 0
-        while len(self._data) - start >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._data, start)
-            if length > MAX_FRAME_BYTES:
-                raise RefusedError(f"a frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}")
-            end = start + LENGTH.size + length
-            if len(self._data) < end:
-                break
-            frames.append(bytes(memoryview(self._data)[start + LENGTH.size : end]))
-            start = end
-        if start:
-            del self._data[:start]
-        return frames
-
-
-def split_digests(digests: bytes) -> list[bytes]:
-    """Concatenated digests, apart. Raises RefusedError when the length is no multiple of a digest."""
-    if len(digests) % DIGEST_BYTES:
-        raise RefusedError(f"{len(digests)} bytes of digests are not a multiple of {DIGEST_BYTES}")
-    return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
-
-
-def join_checksums(checksums: Sequence[bytes]) -> bytes:
-    """The checksums of a part's stripes as one field."""
-    return b"".join(checksums)
-
-
-def split_checksums(checksums: bytes) -> tuple[bytes, ...]:
-    """The checksums of a part's stripes, apart. Raises RefusedError on a broken length."""
-    if len(checksums) % CHECKSUM_BYTES:
-        raise RefusedError(f"{len(checksums)} bytes of checksums are not a multiple of {CHECKSUM_BYTES}")
-    return tuple(checksums[at : at + CHECKSUM_BYTES] for at in range(0, len(checksums), CHECKSUM_BYTES))
+FromNode = Welcome | Refusal | Attached | Answer | PartsReady | LoadEnded | Reserved | Document | Pong

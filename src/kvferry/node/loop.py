@@ -1,0 +1,161 @@
+"""One thread that owns all of a node's state: sockets, timers, and calls posted by other threads.
+
+Nothing in it blocks but the wait itself, whose timeout is computed from the next timer, so that an idle
+node sleeps. Callbacks of tiers run on the tiers' threads and only ``post``.
+"""
+
+import heapq
+import logging
+import os
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+MAX_POSTED_PER_TURN = 4096
+
+log = logging.getLogger("kvferry.node")
+
+
+class Watcher(Protocol):
+    """Something with a socket."""
+
+    def ready(self, events: int) -> None:
+        """The socket is readable or writable (``selectors.EVENT_*``)."""
+
+    def crashed(self) -> None:
+        """``ready`` raised: a defect. Give up whatever this socket was for."""
+
+
+class Timer:
+    """A call at a time. ``cancel`` is cheap; a cancelled timer is dropped when its time comes."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call: Callable[[], None] | None = call
+
+    def cancel(self) -> None:
+        """It will not be called any more. Idempotent."""
+        self.call = None
+
+
+class Loop:
+    """Single-threaded but for ``post`` and ``stop``. ``after_turn`` runs once per wake-up, at its end."""
+
+    def __init__(
+        self, *, after_turn: Callable[[], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.clock = clock
+        self.defects = 0
+        self._after_turn = after_turn
+        self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._posted: deque[Callable[[], None]] = deque()
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._timer_number = 0
+        self._stopping = False
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Run ``call`` on the loop's thread, soon. Callable from any thread; never blocks."""
+        was_empty = not self._posted
+        self._posted.append(call)
+        if was_empty:
+            self._signal()
+
+    def at(self, when: float, call: Callable[[], None]) -> Timer:
+        """Run ``call`` at monotonic time ``when`` (loop thread only)."""
+        timer = Timer(call)
+        self._timer_number += 1
+        heapq.heappush(self._timers, (when, self._timer_number, timer))
+        return timer
+
+    def watch(self, sock: socket.socket, events: int, watcher: Watcher) -> None:
+        """Call ``watcher.ready`` when the socket is; replaces what was watched on it before."""
+        if sock in self._selector.get_map():
+            self._selector.modify(sock, events, watcher)
+        else:
+            self._selector.register(sock, events, watcher)
+
+    def unwatch(self, sock: socket.socket) -> None:
+        """No more calls for this socket. Idempotent."""
+        if sock in self._selector.get_map():
+            self._selector.unregister(sock)
+
+    def stop(self) -> None:
+        """``run`` returns after the current turn. Callable from any thread and from signal handlers."""
+        self._stopping = True
+        self._signal()
+
+    def run(self) -> None:
+        """Until ``stop``."""
+        while not self._stopping:
+            for key, events in self._selector.select(self._timeout()):
+                if key.data is None:
+                    self._drain_signal()
+                else:
+                    self._ready(key.data, events)
+            self._run_posted()
+            self._run_timers()
+            self._guard(self._after_turn)
+
+    def close(self) -> None:
+        """After ``run`` has returned: run what is still posted, free the descriptors."""
+        while self._posted:
+            self._guard(self._posted.popleft())
+        self._selector.close()
+        os.close(self._wake)
+
+    def _signal(self) -> None:
+        try:
+            os.eventfd_write(self._wake, 1)
+        except BlockingIOError:
+            pass  # the counter is at its maximum: the loop is about to wake anyway
+
+    def _drain_signal(self) -> None:
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            pass
+
+    def _timeout(self) -> float | None:
+        if self._posted or self._stopping:
+            return 0.0
+        while self._timers and self._timers[0][2].call is None:
+            heapq.heappop(self._timers)
+        if not self._timers:
+            return None
+        return max(0.0, self._timers[0][0] - self.clock())
+
+    def _run_posted(self) -> None:
+        for _ in range(min(len(self._posted), MAX_POSTED_PER_TURN)):
+            self._guard(self._posted.popleft())
+
+    def _run_timers(self) -> None:
+        now = self.clock()
+        while self._timers and self._timers[0][0] <= now:
+            timer = heapq.heappop(self._timers)[2]
+            if timer.call is not None:
+                call, timer.call = timer.call, None
+                self._guard(call)
+
+    def _ready(self, watcher: Watcher, events: int) -> None:
+        try:
+            watcher.ready(events)
+        except Exception:
+            self._defect()
+            watcher.crashed()
+
+    def _guard(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:
+            self._defect()
+
+    def _defect(self) -> None:
+        self.defects += 1
+        if self.defects <= 10:
+            log.exception("a defect in the node; it goes on")
