@@ -1,0 +1,318 @@
+"""Settings: typed, parsed once, from flags, environment and a TOML file that share one set of names.
+
+A flag wins over the environment, the environment over the file, the file over the default. Names that
+are not known are refused with the nearest one that is. Secrets come from files or the environment only,
+live in ``Secret`` and are never printed.
+"""
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from kvferry.errors import MisconfiguredError
+from kvferry.tiers.valkey.url import ValkeyUrl, parse_url
+
+ENVIRONMENT_PREFIX = "KVFERRY_"
+# Read elsewhere than by a node: not settings of one, and no mistake either.
+OTHER_ENVIRONMENT = ("CONFIG", "PYTHON", "CACHE", "LOG")
+MIN_POOL_BYTES = 64 << 20
+DEFAULT_POOL_BYTES = 4 << 30
+DEFAULT_DEADLINE_CAP_MS = 5000
+DEFAULT_METRICS_PORT = 9471
+MAX_SECRET_BYTES = 4096
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+
+class Secret:
+    """A text that neither ``repr`` nor ``str`` shows. ``reveal`` gives it."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def reveal(self) -> str:
+        """The text itself. Keep it out of messages, logs and arguments of other programs."""
+        return self._text
+
+    def __repr__(self) -> str:
+        return "Secret(...)"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and other._text == self._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __bool__(self) -> bool:
+        return bool(self._text)
+
+
+def _socket_path() -> Path:
+    return default_socket_path(os.environ)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """Everything a node can be told.
+
+    pool_bytes: host memory for KV. valkey: None keeps to host memory; holds the password, which its repr
+    and str leave out. deadline_cap_ms: no load may take longer, whatever the estimate says.
+    metrics_port: on loopback; 0 serves none.
+    """
+
+    pool_bytes: int = DEFAULT_POOL_BYTES
+    valkey: ValkeyUrl | None = None
+    deadline_cap_ms: int = DEFAULT_DEADLINE_CAP_MS
+    socket_path: Path = field(default_factory=_socket_path)
+    metrics_port: int = DEFAULT_METRICS_PORT
+
+
+def default_socket_path(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where node and engines of this user meet when nobody says otherwise."""
+    if chosen := environ.get("KVFERRY_SOCKET"):
+        return Path(chosen)
+    if runtime := environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime) / "kvferry" / "node.sock"
+    return Path(f"/tmp/kvferry-{os.getuid()}") / "node.sock"
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes from ``4GiB``, ``512MiB``, ``1.5G`` (decimal without the i) or a plain number."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        return text
+    match = _SIZE.fullmatch(str(text).strip())
+    if match is None:
+        raise MisconfiguredError(f"{text!r} is not a size; write it like 4GiB or 512MiB")
+    number, unit, binary = match.groups()
+    power = " KMGT".index(unit.upper()) if unit else 0
+    return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+def format_size(nbytes: float) -> str:
+    """Bytes for people: ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes == int(nbytes) else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def parse_count(text: str | int, *, lowest: int, highest: int) -> int:
+    """A whole number within bounds. Raises MisconfiguredError."""
+    try:
+        number = int(text)
+    except (TypeError, ValueError) as error:
+        raise MisconfiguredError(f"{text!r} is not a whole number") from error
+    if not lowest <= number <= highest:
+        raise MisconfiguredError(f"{number} is outside {lowest} to {highest}")
+    return number
+
+
+def _parse_port(text: str | int) -> int:
+    return parse_count(text, lowest=0, highest=65535)
+
+
+def _parse_deadline(text: str | int) -> int:
+    return parse_count(text, lowest=10, highest=600_000)
+
+
+def _parse_path(text: str) -> Path:
+    return Path(text).expanduser()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One thing a node can be told: its name in TOML, flag ``--name`` and environment ``KVFERRY_NAME``."""
+
+    name: str
+    parse: Callable[[Any], object]
+    metavar: str
+    help: str
+    target: str  # the field of NodeSettings
+    environment_only: bool = False
+
+    @property
+    def flag(self) -> str:
+        """As an argument: ``--deadline-cap-ms``."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """As an environment variable: ``KVFERRY_DEADLINE_CAP_MS``."""
+        return ENVIRONMENT_PREFIX + self.name.upper()
+
+
+NODE_SETTINGS = (
+    Setting("pool", parse_size, "SIZE", "host memory for KV, like 16GiB (default 4GiB)", "pool_bytes"),
+    Setting(
+        "valkey", parse_valkey, "URL", "valkey://host:port; valkeys:// for TLS (default: none)", "valkey"
+    ),
+    Setting(
+        "deadline_cap_ms",
+        _parse_deadline,
+        "MS",
+        f"longest a load may take (default {DEFAULT_DEADLINE_CAP_MS})",
+        "deadline_cap_ms",
+    ),
+    Setting("socket", _parse_path, "PATH", "where engines of this host find the node", "socket_path"),
+    Setting(
+        "metrics_port",
+        _parse_port,
+        "PORT",
+        f"Prometheus metrics on loopback; 0: none (default {DEFAULT_METRICS_PORT})",
+        "metrics_port",
+    ),
+    Setting("valkey_password", Secret, "TEXT", "", "valkey_password", environment_only=True),
+    Setting(
+        "valkey_password_file", _parse_path, "PATH", "file that holds Valkey's password", "valkey_password"
+    ),
+)
+
+
+def load_node_settings(
+    flags: Mapping[str, str | None] | None = None,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    config_path: Path | None = None,
+) -> NodeSettings:
+    """Merge flags over environment over file and check the result against this host.
+
+    flags: by setting name, None where not given. config_path: a TOML file; KVFERRY_CONFIG otherwise.
+    Raises MisconfiguredError: one line with the name, the value and what to do.
+    """
+    texts: dict[str, tuple[object, str]] = {}
+    if config_path is None and "KVFERRY_CONFIG" in environ:
+        config_path = Path(environ["KVFERRY_CONFIG"])
+    if config_path is not None:
+        texts.update(
+            {name: (value, f"{name} in {config_path}") for name, value in _file(config_path).items()}
+        )
+    texts.update(_environment(environ))
+    for name, given in (flags or {}).items():
+        if given is not None:
+            texts[name] = (given, "--" + name.replace("_", "-"))
+    values = _parse(texts)
+    password = values.pop("valkey_password", None)
+    if "valkey" in values:
+        values["valkey"] = _valkey(values["valkey"], texts["valkey"][1], password)
+    elif password is not None:
+        raise MisconfiguredError("a Valkey password is set, but no Valkey URL; set one with --valkey")
+    settings = NodeSettings(**values)
+    _check(settings)
+    return settings
+
+
+def _parse(texts: Mapping[str, tuple[object, str]]) -> dict[str, Any]:
+    if "valkey_password" in texts and "valkey_password_file" in texts:
+        raise MisconfiguredError("KVFERRY_VALKEY_PASSWORD and valkey_password_file are both set; keep one")
+    values: dict[str, Any] = {}
+    for setting in NODE_SETTINGS:
+        if setting.name not in texts:
+            continue
+        raw, where = texts[setting.name]
+        try:
+            value: object = setting.parse(raw)
+            if setting.name == "valkey_password_file":
+                value = read_secret(Path(str(value)))
+        except MisconfiguredError as error:
+            raise MisconfiguredError(f"{where}: {error}") from error
+        values[setting.target] = value
+    return values
+
+
+def _valkey(url: str, where: str, password: Secret | None) -> ValkeyUrl:
+    try:
+        parsed = parse_url(url, password=password.reveal() if password else None)
+    except MisconfiguredError as error:
+        raise MisconfiguredError(f"{where}: {error}") from error
+    if where.startswith("--") and password is None and parsed.password is not None:
+        raise MisconfiguredError(
+            f"{where} {parsed}: a password among arguments can be read by every user of the host; "
+            "put it into KVFERRY_VALKEY_PASSWORD or name a file with --valkey-password-file"
+        )
+    return parsed
+
+
+def _environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]]:
+    known = {setting.variable: setting.name for setting in NODE_SETTINGS}
+    others = {ENVIRONMENT_PREFIX + name for name in OTHER_ENVIRONMENT}
+    found: dict[str, tuple[object, str]] = {}
+    for variable, value in environ.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in others:
+            continue
+        if variable not in known:
+            _unknown("environment variable", variable, known)
+        found[known[variable]] = (value, variable)
+    return found
+
+
+def _file(path: Path) -> dict[str, object]:
+    known = {setting.name for setting in NODE_SETTINGS if not setting.environment_only}
+    try:
+        table = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise MisconfiguredError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise MisconfiguredError(f"{path} is not valid TOML: {error}") from error
+    for name, value in table.items():
+        if name not in known:
+            _unknown(f"setting in {path}", name, known)
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise MisconfiguredError(f"{name} in {path}: {value!r} is neither a text nor a whole number")
+    return table
+
+
+def _unknown(what: str, name: str, known: Iterable[str]) -> NoReturn:
+    raise MisconfiguredError(f"unknown {what}: {name}; {suggestion(name, known)}")
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """``did you mean ...?``, or the list of what exists."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {near[0]}?" if near else "there are " + ", ".join(names)
+
+
+def read_secret(path: Path) -> Secret:
+    """The first line of a small file. Raises MisconfiguredError without showing any of it."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_SECRET_BYTES + 1).decode()
+    except OSError as error:
+        raise MisconfiguredError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise MisconfiguredError(f"{path} is not UTF-8 text") from error
+    first = text.split("\n", 1)[0].rstrip("\r")
+    if not first or len(text) > MAX_SECRET_BYTES:
+        raise MisconfiguredError(f"{path} holds no secret of 1 to {MAX_SECRET_BYTES} bytes in its first line")
+    return Secret(first)
+
+
+def memory_bytes() -> int:
+    """What this process may use: the host's memory or its control group's limit, whichever is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _check(settings: NodeSettings) -> None:
+    if settings.pool_bytes < MIN_POOL_BYTES:
+        raise MisconfiguredError(
+            f"a pool of {format_size(settings.pool_bytes)} holds no prefix; give it at least "
+            f"{format_size(MIN_POOL_BYTES)}"
+        )
+    if settings.pool_bytes > (available := memory_bytes()):
+        raise MisconfiguredError(
+            f"a pool of {format_size(settings.pool_bytes)} is larger than this host's memory of "
+            f"{format_size(available)}; leave room for the engines too"
+        )
