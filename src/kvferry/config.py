@@ -151,9 +151,7 @@ class Setting:
 
 NODE_SETTINGS = (
     Setting("pool", parse_size, "SIZE", "host memory for KV, like 16GiB (default 4GiB)", "pool_bytes"),
-    Setting(
-        "valkey", parse_valkey, "URL", "valkey://host:port; valkeys:// for TLS (default: none)", "valkey"
-    ),
+    Setting("valkey", str, "URL", "valkey://host:port, or valkeys:// for TLS (default: none)", "valkey"),
     Setting(
         "deadline_cap_ms",
         _parse_deadline,
