@@ -41,7 +41,7 @@ MAX_STRIPES = MAX_PART_BYTES // (LARGEST_CLASS_BYTES - STRIPE_OVERHEAD_BYTES) + 
 class Stripe(NamedTuple):
     """One stored value's share of its part: ``nbytes`` bytes from ``offset`` on."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which a stripe has no use for
     offset: int
     nbytes: int
 
