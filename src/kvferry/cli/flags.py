@@ -1,0 +1,74 @@
+"""``kvferry flags vllm``: the flag to paste into ``vllm serve``."""
+
+import argparse
+import json
+import shlex
+
+from kvferry.config import default_socket_path, parse_count
+from kvferry.errors import MisconfiguredError
+
+CONNECTOR = {
+    "kv_connector": "KvferryConnector",
+    "kv_connector_module_path": "kvferry.engines.vllm.connector",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Everything optional: what is not given stays at its default and out of the flag."""
+    parser.add_argument("engine", choices=["vllm"], help="the engine to configure")
+    parser.add_argument("--socket", metavar="PATH", help="the node's socket, when it is not the default one")
+    parser.add_argument(
+        "--chunk-tokens",
+        metavar="N",
+        help="tokens per stored chunk, a multiple of --block-size",
+    )
+    parser.add_argument(
+        "--block-size", metavar="N", help="the engine's block size, to check --chunk-tokens against"
+    )
+    parser.add_argument("--deadline-cap-ms", metavar="MS", help="longest a load may take")
+    parser.add_argument("--domain", metavar="NAME", help="trust domain; others cannot read its KV")
+    parser.add_argument("--domain-key-file", metavar="PATH", help="file with the domain's 32-byte key")
+    parser.add_argument("--json", action="store_true", help="the value alone, as JSON")
+
+
+def transfer_config(args: argparse.Namespace) -> dict[str, object]:
+    """The value of ``--kv-transfer-config``, with only what differs from the defaults."""
+    extra: dict[str, object] = {}
+    if args.socket is not None and args.socket != str(default_socket_path()):
+        extra["socket"] = args.socket
+    if args.chunk_tokens is not None:
+        extra["chunk_tokens"] = _chunk_tokens(args.chunk_tokens, args.block_size)
+    if args.deadline_cap_ms is not None:
+        extra["deadline_cap_ms"] = _count("--deadline-cap-ms", args.deadline_cap_ms, 10, 600_000)
+    if args.domain is not None:
+        extra["domain"] = args.domain
+    if args.domain_key_file is not None:
+        extra["domain_key_file"] = args.domain_key_file
+    return {**CONNECTOR, **({"kv_connector_extra_config": extra} if extra else {})}
+
+
+def _count(flag: str, text: str, lowest: int, highest: int) -> int:
+    try:
+        return parse_count(text, lowest=lowest, highest=highest)
+    except MisconfiguredError as error:
+        raise MisconfiguredError(f"{flag}: {error}") from error
+
+
+def _chunk_tokens(text: str, block_text: str | None) -> int:
+    chunk = _count("--chunk-tokens", text, 1, 1 << 20)
+    block = _count("--block-size", block_text, 1, 1 << 16) if block_text is not None else 16
+    if chunk % block:
+        nearest = max(block, round(chunk / block) * block)
+        raise MisconfiguredError(
+            f"--chunk-tokens {chunk} is not a multiple of the engine's block size {block}; {nearest} is"
+        )
+    return chunk
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the flag on standard output, ready for a shell."""
+    value = json.dumps(transfer_config(args), separators=(",", ":"))
+    print(value if args.json else f"--kv-transfer-config {shlex.quote(value)}")
+    return 0

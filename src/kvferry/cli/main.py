@@ -1,0 +1,126 @@
+"""``kvferry VERB``: finds the verb, and turns every expected error into one line and an exit code.
+
+Exit codes: 0 done, 1 it did not work (no node, a failed check), 2 bad input, 130 interrupted. A verb is
+a module with ``add_arguments(parser)`` and ``main(args) -> int``, imported only when it is asked for.
+"""
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn, Protocol
+
+from kvferry import __version__
+from kvferry.errors import KvferryError, MisconfiguredError
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
+
+# verb -> (module, one line of help)
+VERBS = {
+    "node": ("kvferry.cli.node", "run this host's node: shared memory pool, Valkey behind it"),
+    "flags": ("kvferry.cli.flags", "print the flag that adds kvferry to an engine"),
+    "status": ("kvferry.cli.status", "what the node of this host holds and does"),
+    "explain": ("kvferry.cli.explain", "why a request hit or missed"),
+    "drop": ("kvferry.cli.drop", "forget what a tier holds"),
+    "demo": ("kvferry.demo", "a whole fleet on this machine, proving reuse with a real engine"),
+    "bench": ("kvferry.cli.bench", "measure tiers or engines on this machine"),
+}
+EPILOG = """\
+Start with `kvferry node --pool 16GiB --valkey valkey://host:6379` on each inference host, then paste what
+`kvferry flags vllm` prints into `vllm serve`. `kvferry VERB --help` tells more. Settings are flags,
+KVFERRY_* in the environment or a TOML file (KVFERRY_CONFIG); docs/settings.md lists them."""
+
+
+class Verb(Protocol):
+    """What the module of a verb offers."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the verb's arguments."""
+
+    def main(self, args: argparse.Namespace) -> int:
+        """Do it; the result is the exit code."""
+        ...
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line, with the nearest argument that exists."""
+
+    def error(self, message: str) -> NoReturn:
+        words = message.rsplit(" ", 1)
+        if message.startswith("unrecognized arguments: --"):
+            from kvferry.config import suggestion
+
+            wrong = message.split()[2].partition("=")[0]
+            options = [name for action in self._actions for name in action.option_strings]
+            message = f"unknown argument {wrong}; {suggestion(wrong, options)}"
+        elif len(words) == 2 and "usage" not in message:
+            message = f"{message}; see {self.prog} --help"
+        raise MisconfiguredError(message)
+
+
+def _overview() -> _Parser:
+    parser = _Parser(
+        prog="kvferry",
+        description="A computed prompt prefix as a fleet-wide asset.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="kvferry VERB [options]",
+    )
+    parser.add_argument("--version", action="version", version=f"kvferry {__version__}")
+    verbs = parser.add_argument_group("verbs")
+    for name, (_, line) in VERBS.items():
+        verbs.add_argument(f"{name:<8}", nargs="?", help=line, metavar=f"{name:<8}")
+    return parser
+
+
+def _dispatch(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        _overview().print_help()
+        return 0 if argv else EXIT_BAD_INPUT
+    if argv[0].startswith("-"):
+        _overview().parse_args([argv[0]])
+        return 0
+    name = argv[0]
+    if name not in VERBS:
+        from kvferry.config import suggestion
+
+        raise MisconfiguredError(f"unknown verb {name!r}; {suggestion(name, VERBS)}")
+    module, line = VERBS[name]
+    verb: Verb = importlib.import_module(module)
+    parser = _Parser(prog=f"kvferry {name}", description=line[0].upper() + line[1:] + ".", allow_abbrev=False)
+    verb.add_arguments(parser)
+    return verb.main(parser.parse_args(argv[1:]))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command line (without the program's name); the result is the exit code."""
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s"
+    )
+    try:
+        return _dispatch(argv)
+    except MisconfiguredError as error:
+        return _complain(error, EXIT_BAD_INPUT)
+    except KvferryError as error:
+        return _complain(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) is gone. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+def _complain(error: KvferryError, code: int) -> int:
+    print("kvferry: " + " ".join(str(error).split()), file=sys.stderr)
+    return code
+
+
+def run() -> NoReturn:
+    """Entry point of the ``kvferry`` script."""
+    sys.exit(main(sys.argv[1:]))
