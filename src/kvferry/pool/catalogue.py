@@ -1,0 +1,435 @@
+"""What the pool holds: a pure state machine over keys, slots, pins and reservations.
+
+No clock, no I/O, no locks: the node's loop is its only user. States and words are in ``pool.entries``,
+the order of eviction in ``pool.policy``, the memory in ``pool.slots``. One key has at most one entry at
+any time, so a pin or a reservation is named by key and owner alone.
+
+A commit or abandon of something the owner does not hold (never reserved, committed before, or taken
+back by ``release_owner``) raises BrokenError, as does an unpin too many: the caller has a defect or is
+out of date, and nothing was changed.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from kvferry.errors import BrokenError, RefusedError
+from kvferry.identity.names import DIGEST_BYTES, MAX_PART_BYTES, MAX_PARTS, NAMESPACE_BYTES, PartKey
+from kvferry.pool.books import check_books
+from kvferry.pool.entries import (
+    CatalogueStatistics,
+    Declined,
+    DeclineReason,
+    Entry,
+    EntryState,
+    Holdings,
+    Level,
+    Namespace,
+    Owner,
+    Reserved,
+    Slot,
+)
+from kvferry.pool.policy import EvictionPolicy
+from kvferry.pool.slots import Run, SlotAllocator, slot_bytes_for
+
+MAX_NAMESPACES = 1024
+MAX_EVICTED_UNREPORTED = 65536
+
+
+class Catalogue:
+    """The parts in one arena of ``allocator.arena_bytes`` bytes."""
+
+    def __init__(self, allocator: SlotAllocator) -> None:
+        self._slots = allocator
+        self._policy = EvictionPolicy(allocator.arena_bytes)
+        self._namespaces: dict[bytes, Namespace] = {}
+        self._owners: dict[Owner, Holdings] = {}
+        self._at: dict[int, Entry] = {}  # offset -> entry
+        self._evicted: deque[PartKey] = deque(maxlen=MAX_EVICTED_UNREPORTED)
+        self._until_look: dict[int, int] = {}  # slot size -> own evictions until others' slabs are compared
+        self._ready = self._filling = self._unlinked = self._chunks = self._pins = 0
+        self._pinned_bytes = self._filling_bytes = 0
+        self._committed = self._abandoned = self._dropped = 0
+        self._evictions = self._evicted_bytes = self._full = self._unreported = 0
+
+    def register(self, namespace: bytes, part_bytes: tuple[int, ...], domain: str) -> None:
+        """Announce a namespace and the bytes of each of its parts. Idempotent.
+
+        Raises RefusedError for bad sizes, for sizes or a domain that differ from those known, and past
+        MAX_NAMESPACES.
+        """
+        known = self._namespaces.get(namespace)
+        if known is not None:
+            if known.part_bytes != part_bytes or known.domain != domain:
+                raise RefusedError(
+                    f"namespace {namespace.hex()} is registered with parts {known.part_bytes} of domain "
+                    f"{known.domain!r}, not {part_bytes} of {domain!r}; use one engine setup per namespace"
+                )
+            return
+        if len(namespace) != NAMESPACE_BYTES:
+            raise RefusedError(f"namespace of {len(namespace)} bytes: must have {NAMESPACE_BYTES}")
+        if not 0 < len(part_bytes) <= MAX_PARTS or not all(0 < size <= MAX_PART_BYTES for size in part_bytes):
+            raise RefusedError(
+                f"part sizes {part_bytes[:8]}: there must be 1 to {MAX_PARTS} of 1 to {MAX_PART_BYTES} bytes"
+            )
+        if len(self._namespaces) >= MAX_NAMESPACES:
+            raise RefusedError(
+                f"more than {MAX_NAMESPACES} namespaces on one node; restart the node to forget old ones"
+            )
+        self._namespaces[namespace] = Namespace(part_bytes, domain)
+
+    # --- reading
+
+    def run(self, namespace: bytes, chunks: Sequence[bytes]) -> int:
+        """How many of the first chunks have all their parts READY. Leaves recency alone."""
+        space = self._space(namespace)
+        for index, chunk in enumerate(chunks):
+            parts = space.chunks.get(chunk)
+            if parts is None or len(parts) != len(space.part_bytes):
+                return index
+            if not all(entry.readable for entry in parts.values()):
+                return index
+        return len(chunks)
+
+    def state(self, key: PartKey) -> EntryState:
+        """What a reader sees. Unknown namespaces are ABSENT."""
+        entry = self._find(key)
+        if entry is None or entry.unlinked:
+            return EntryState.ABSENT
+        return EntryState.READY if entry.filler is None else EntryState.FILLING
+
+    def pin(self, key: PartKey, owner: Owner) -> Slot | None:
+        """Hold a READY part in memory until as many ``unpin`` calls; None when it is not READY."""
+        entry = self._find(key)
+        if entry is None or not entry.readable:
+            return None
+        self._pin(entry, owner)
+        return entry.slot()
+
+    def unpin(self, key: PartKey, owner: Owner) -> None:
+        """Give one pin back. Raises BrokenError when the owner has none on that part."""
+        entry = self._find(key)
+        holdings = self._owners.get(owner)
+        if entry is None or holdings is None or entry not in holdings.pins:
+            raise BrokenError(f"owner {owner} released a pin it does not hold: {_show(key)}")
+        holdings.pins[entry] -= 1
+        if not holdings.pins[entry]:
+            del holdings.pins[entry]
+            self._forget_idle(owner)
+        self._unpin(entry, 1)
+
+    def touch(self, namespace: bytes, chunks: Sequence[bytes]) -> int:
+        """A request uses this prefix (once per request): make it recent, head last, and protect it.
+
+        Returns a mark for ``reserve(spare_from=...)``: everything in this prefix is at or after it.
+        """
+        return self._stamp(namespace, chunks, Level.PROTECTED)
+
+    def refresh(self, namespace: bytes, chunks: Sequence[bytes]) -> int:
+        """As ``touch``, but not a use: puts a prefix that is being stored or loaded in order."""
+        return self._stamp(namespace, chunks, Level.PROBATION)
+
+    # --- writing
+
+    def reserve(
+        self, key: PartKey, nbytes: int, owner: Owner, *, spare_from: int | None = None
+    ) -> Reserved | Declined:
+        """Get an empty slot for a part, evicting others if needed (see ``take_evicted``).
+
+        spare_from: a mark of ``touch`` or ``refresh``; parts stamped since are not evicted, so that
+        storing a long prefix does not eat its own head. Raises RefusedError for an unknown namespace,
+        a part it does not have, or a size that is not the registered one.
+        """
+        space = self._space(key.namespace)
+        if len(key.chunk) != DIGEST_BYTES or not 0 <= key.part < len(space.part_bytes):
+            raise RefusedError(f"{_show(key)}: no such part, the namespace has {len(space.part_bytes)}")
+        if nbytes != space.part_bytes[key.part]:
+            raise RefusedError(f"{_show(key)}: {nbytes} bytes, registered with {space.part_bytes[key.part]}")
+        parts = space.chunks.get(key.chunk)
+        entry = None if parts is None else parts.get(key.part)
+        if entry is not None:
+            if entry.unlinked:
+                return Declined(DeclineReason.UNLINKED)
+            return Declined(DeclineReason.EXISTS if entry.filler is None else DeclineReason.FILLING)
+        if not self._slots.fits(nbytes):
+            return Declined(DeclineReason.TOO_LARGE)
+        offset = self._slots.alloc(nbytes)
+        if offset is None and self._make_room(nbytes, spare_from):
+            offset = self._slots.alloc(nbytes)
+        if offset is None:
+            self._full += 1
+            return Declined(DeclineReason.FULL)
+        entry = Entry(key, nbytes=nbytes, offset=offset, run=self._slots.run_of(offset), filler=owner)
+        self._insert(space, entry)
+        self._holdings(owner).filling[entry] = None
+        return Reserved(entry.slot())
+
+    def commit(self, key: PartKey, owner: Owner, checksums: tuple[bytes, ...]) -> None:
+        """Publish a part whose bytes are complete. If it was unlinked meanwhile, it is gone instead."""
+        self._publish(key, owner, checksums)
+
+    def commit_pinned(self, key: PartKey, owner: Owner, checksums: tuple[bytes, ...]) -> Slot:
+        """As ``commit``, and keep one pin for the owner, with no moment in between."""
+        entry = self._filled(key, owner)
+        self._pin(entry, owner)
+        self._publish(key, owner, checksums)
+        return entry.slot()
+
+    def abandon(self, key: PartKey, owner: Owner) -> None:
+        """Give a reserved slot back unpublished. No transfer may touch it any more."""
+        entry = self._filled(key, owner)
+        self._end_filling(entry, owner)
+        self._abandon(entry)
+
+    def unlink(self, key: PartKey) -> None:
+        """Make a part invisible at once; its memory returns when its last pin or its filling ends."""
+        entry = self._find(key)
+        if entry is None or entry.unlinked:
+            return
+        if entry.filler is None and not entry.pins:
+            self._remove(entry)
+            return
+        entry.unlinked = True
+        if entry.filler is None:
+            self._ready -= 1
+            self._unlinked += 1
+            self._policy.gone(entry)
+
+    def drop(self, namespace: bytes | None = None) -> int:
+        """Remove every unpinned READY part (of one namespace). Returns the bytes of memory freed."""
+        spaces = self._namespaces.values() if namespace is None else [self._space(namespace)]
+        before = self._slots.used_bytes
+        for space in spaces:
+            for parts in list(space.chunks.values()):
+                for entry in list(parts.values()):
+                    if entry.readable and not entry.pins:
+                        self._remove(entry)
+                        self._dropped += 1
+        return before - self._slots.used_bytes
+
+    def release_owner(self, owner: Owner) -> None:
+        """End everything an owner holds: its pins, and its reservations, which are abandoned."""
+        holdings = self._owners.pop(owner, None)
+        if holdings is None:
+            return
+        for entry, count in holdings.pins.items():
+            self._unpin(entry, count)
+        for entry in holdings.filling:
+            self._end_filling(entry, owner)
+            self._abandon(entry)
+
+    def take_evicted(self) -> list[PartKey]:
+        """The parts evicted since the last call (the latest MAX_EVICTED_UNREPORTED of them)."""
+        evicted = list(self._evicted)
+        self._evicted.clear()
+        return evicted
+
+    # --- looking
+
+    def statistics(self) -> CatalogueStatistics:
+        """A snapshot, in constant time."""
+        return CatalogueStatistics(
+            pool_bytes=self._slots.arena_bytes,
+            used_bytes=self._slots.used_bytes,
+            free_bytes=self._slots.arena_bytes - self._slots.used_bytes,
+            pinned_bytes=self._pinned_bytes,
+            filling_bytes=self._filling_bytes,
+            probation_bytes=self._policy.probation_bytes,
+            protected_bytes=self._policy.protected_bytes,
+            namespaces=len(self._namespaces),
+            chunks=self._chunks,
+            ready_parts=self._ready,
+            filling_parts=self._filling,
+            unlinked_parts=self._unlinked,
+            pins=self._pins,
+            committed_parts=self._committed,
+            abandoned_parts=self._abandoned,
+            evicted_parts=self._evictions,
+            evicted_bytes=self._evicted_bytes,
+            dropped_parts=self._dropped,
+            full_refusals=self._full,
+            evictions_unreported=self._unreported,
+        )
+
+    def check(self) -> None:
+        """Raise BrokenError when an invariant does not hold. Slow; for tests."""
+        entries = [
+            entry
+            for space in self._namespaces.values()
+            for parts in space.chunks.values()
+            for entry in parts.values()
+        ]
+        self._slots.check()
+        self._policy.check([entry for entry in entries if entry.readable])
+        check_books(entries, self._owners, self.statistics())
+        if {id(entry) for entry in entries} != {id(entry) for entry in self._at.values()}:
+            raise BrokenError("the entries by key and by offset differ")
+
+    # --- private
+
+    def _space(self, namespace: bytes) -> Namespace:
+        space = self._namespaces.get(namespace)
+        if space is None:
+            raise RefusedError(f"namespace {namespace.hex()} is not registered; attach first")
+        return space
+
+    def _find(self, key: PartKey) -> Entry | None:
+        space = self._namespaces.get(key.namespace)
+        parts = None if space is None else space.chunks.get(key.chunk)
+        return None if parts is None else parts.get(key.part)
+
+    def _holdings(self, owner: Owner) -> Holdings:
+        return self._owners.setdefault(owner, Holdings())
+
+    def _forget_idle(self, owner: Owner) -> None:
+        holdings = self._owners[owner]
+        if not holdings.pins and not holdings.filling:
+            del self._owners[owner]
+
+    def _stamp(self, namespace: bytes, chunks: Sequence[bytes], level: Level) -> int:
+        mark = self._policy.mark
+        held = self._space(namespace).chunks
+        for chunk in reversed(chunks):
+            for entry in held.get(chunk, _NOTHING).values():
+                if entry.readable:
+                    self._policy.touch(entry, level)
+                    level = _higher(level, entry.level)  # a head is at least as well kept as its tail
+        return mark
+
+    def _pin(self, entry: Entry, owner: Owner) -> None:
+        pins = self._holdings(owner).pins
+        pins[entry] = pins.get(entry, 0) + 1
+        self._pins += 1
+        entry.pins += 1
+        if entry.pins == 1:
+            entry.run.held += entry.filler is None
+            self._pinned_bytes += entry.run.slot_bytes
+
+    def _unpin(self, entry: Entry, count: int) -> None:
+        self._pins -= count
+        entry.pins -= count
+        if entry.pins:
+            return
+        entry.run.held -= 1
+        self._pinned_bytes -= entry.run.slot_bytes
+        if entry.unlinked:
+            self._unlinked -= 1
+            self._free(entry)
+        else:
+            self._policy.unpinned(entry)
+
+    def _insert(self, space: Namespace, entry: Entry) -> None:
+        parts = space.chunks.get(entry.key.chunk)
+        if parts is None:
+            parts = space.chunks[entry.key.chunk] = {}
+            self._chunks += 1
+        parts[entry.key.part] = entry
+        self._at[entry.offset] = entry
+        entry.run.held += 1
+        self._filling += 1
+        self._filling_bytes += entry.run.slot_bytes
+        self._policy.filling(entry)
+
+    def _filled(self, key: PartKey, owner: Owner) -> Entry:
+        entry = self._find(key)
+        if entry is None or entry.filler != owner:
+            raise BrokenError(f"owner {owner} is not filling {_show(key)}; its reservation has ended")
+        return entry
+
+    def _end_filling(self, entry: Entry, owner: Owner) -> None:
+        holdings = self._owners.get(owner)
+        if holdings is not None:  # else release_owner took them all
+            del holdings.filling[entry]
+            self._forget_idle(owner)
+        entry.filler = None
+        self._filling -= 1
+        self._filling_bytes -= entry.run.slot_bytes
+        if not entry.pins:
+            entry.run.held -= 1
+
+    def _publish(self, key: PartKey, owner: Owner, checksums: tuple[bytes, ...]) -> None:
+        entry = self._filled(key, owner)
+        self._end_filling(entry, owner)
+        entry.checksums = checksums
+        self._committed += 1
+        if not entry.unlinked:
+            self._ready += 1
+            self._policy.ready(entry)
+            return
+        self._policy.gone(entry)
+        if entry.pins:
+            self._unlinked += 1
+        else:
+            self._free(entry)
+
+    def _abandon(self, entry: Entry) -> None:
+        self._abandoned += 1
+        self._policy.gone(entry)
+        self._free(entry)
+
+    def _remove(self, entry: Entry) -> None:
+        """Take an unpinned READY entry out."""
+        self._ready -= 1
+        self._policy.gone(entry)
+        self._free(entry)
+
+    def _free(self, entry: Entry) -> None:
+        space = self._namespaces[entry.key.namespace]
+        parts = space.chunks[entry.key.chunk]
+        del parts[entry.key.part]
+        del self._at[entry.offset]
+        if not parts:
+            del space.chunks[entry.key.chunk]
+            self._chunks -= 1
+        self._slots.free(entry.offset)
+
+    def _make_room(self, nbytes: int, spare_from: int | None) -> bool:
+        """Evict until a slot for ``nbytes`` can be given out. False when nothing may be evicted."""
+        slot_bytes = slot_bytes_for(nbytes)
+        victim = self._policy.victim(slot_bytes)
+        if victim is not None and spare_from is not None and victim.stamp >= spare_from:
+            victim = None
+        if victim is not None and self._until_look.get(slot_bytes, 0) > 0:
+            self._until_look[slot_bytes] -= 1
+            self._evict(victim)
+            return True
+        self._until_look[slot_bytes] = self._slots.slots_per_run(nbytes)
+        runs = self._runs_to_empty(nbytes, victim, spare_from)
+        if runs:
+            for run in runs:
+                self._empty(run)
+            return True
+        if victim is None:
+            return False
+        self._evict(victim)
+        return True
+
+    def _runs_to_empty(self, nbytes: int, victim: Entry | None, spare_from: int | None) -> tuple[Run, ...]:
+        """Other sizes' slabs to take: only what is colder than the own victim; anything if there is none."""
+        sparing = self._policy.sparing_protected
+        before = victim.stamp if victim is not None else spare_from
+        runs = self._slots.slab_victims(nbytes, before=before, spare_protected=sparing)
+        if not runs and victim is None and sparing:
+            runs = self._slots.slab_victims(nbytes, before=before, spare_protected=False)
+        return runs
+
+    def _empty(self, run: Run) -> None:
+        for entry in [self._at[offset] for offset in run.used]:
+            self._evict(entry)
+
+    def _evict(self, entry: Entry) -> None:
+        self._evictions += 1
+        self._evicted_bytes += entry.run.slot_bytes
+        self._unreported += len(self._evicted) == MAX_EVICTED_UNREPORTED
+        self._evicted.append(entry.key)
+        self._remove(entry)
+
+
+_NOTHING: dict[int, Entry] = {}
+
+
+def _higher(one: Level, other: Level) -> Level:
+    return Level.PROTECTED if Level.PROTECTED in (one, other) else Level.PROBATION
+
+
+def _show(key: PartKey) -> str:
+    return f"part {key.part} of chunk {key.chunk[:8].hex()} in namespace {key.namespace.hex()}"

@@ -1,0 +1,165 @@
+"""The catalogue's words: owners, slots, answers, and the entry behind each part.
+
+State of one part:
+
+    ABSENT --reserve--> FILLING --commit--> READY --unlink, eviction, drop--> ABSENT
+       ^                   |                  |
+       |                   |                  +--unlink while pinned--> (invisible, memory held)
+       +---abandon---------+                                                    |
+       +-------------------------------last unpin-------------------------------+
+"""
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvferry.identity.names import PartKey
+from kvferry.pool.slots import Run
+
+Owner = int
+
+
+class EntryState(enum.Enum):
+    """What a key is to a reader. An unlinked part that is still pinned is ABSENT."""
+
+    ABSENT = "absent"
+    FILLING = "filling"
+    READY = "ready"
+
+
+class Slot(NamedTuple):
+    """Where a part's bytes lie in the arena. checksums: one per stripe; empty while FILLING."""
+
+    offset: int
+    nbytes: int
+    checksums: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """The caller now owns an empty slot and must commit or abandon it."""
+
+    slot: Slot
+
+
+class DeclineReason(enum.Enum):
+    """Why no slot was given. None of them is worth waiting for in a loop."""
+
+    EXISTS = "exists"  # the part is READY
+    FILLING = "filling"  # someone is filling it now
+    UNLINKED = "unlinked"  # it was unlinked, and its old memory is still pinned by a reader
+    FULL = "full"  # all memory that could serve it is pinned, being filled, or spared
+    TOO_LARGE = "too_large"  # the pool could not hold it even when empty
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """No slot was given."""
+
+    reason: DeclineReason
+
+
+class Level(enum.Enum):
+    """The recency queue a part is in (``pool.policy``)."""
+
+    PROBATION = "probation"
+    PROTECTED = "protected"
+
+
+class Place(enum.Enum):
+    """Where the eviction order keeps an entry (``pool.policy.RecencyQueue``)."""
+
+    OUT = "out"
+    LINKED = "linked"
+    ASIDE = "aside"
+    RETURNED = "returned"
+
+
+class Entry:
+    """One part that occupies a slot. Compared by identity: a key that comes back is a new entry."""
+
+    __slots__ = (
+        "checksums",
+        "filler",
+        "key",
+        "level",
+        "nbytes",
+        "offset",
+        "pins",
+        "place",
+        "run",
+        "stamp",
+        "unlinked",
+    )
+
+    def __init__(self, key: PartKey, *, nbytes: int, offset: int, run: Run, filler: Owner) -> None:
+        self.key = key
+        self.nbytes = nbytes
+        self.offset = offset
+        self.run = run
+        self.filler: Owner | None = filler  # not None exactly while FILLING
+        self.checksums: tuple[bytes, ...] = ()
+        self.pins = 0
+        self.unlinked = False
+        self.level = Level.PROBATION
+        self.place = Place.OUT
+        self.stamp = 0
+
+    @property
+    def readable(self) -> bool:
+        """Whether a reader may see it."""
+        return self.filler is None and not self.unlinked
+
+    def slot(self) -> Slot:
+        return Slot(self.offset, self.nbytes, self.checksums)
+
+
+class Namespace:
+    """A registered namespace: the bytes of each part of a chunk, and the chunks held."""
+
+    __slots__ = ("chunks", "domain", "part_bytes")
+
+    def __init__(self, part_bytes: tuple[int, ...], domain: str) -> None:
+        self.part_bytes = part_bytes
+        self.domain = domain
+        self.chunks: dict[bytes, dict[int, Entry]] = {}  # chunk digest -> part index -> entry
+
+
+class Holdings:
+    """What one owner has: pins per entry, and the entries it is filling."""
+
+    __slots__ = ("filling", "pins")
+
+    def __init__(self) -> None:
+        self.pins: dict[Entry, int] = {}
+        self.filling: dict[Entry, None] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogueStatistics:
+    """A frozen snapshot. Bytes and counts named without a verb are now; the rest are since start.
+
+    used_bytes: slot memory of all entries (rounded up to the slot size). pinned_bytes, filling_bytes:
+    the part of it that cannot be evicted. free_bytes: pool_bytes - used_bytes.
+    """
+
+    pool_bytes: int
+    used_bytes: int
+    free_bytes: int
+    pinned_bytes: int
+    filling_bytes: int
+    probation_bytes: int
+    protected_bytes: int
+    namespaces: int
+    chunks: int
+    ready_parts: int
+    filling_parts: int
+    unlinked_parts: int
+    pins: int
+    committed_parts: int
+    abandoned_parts: int
+    evicted_parts: int
+    evicted_bytes: int
+    dropped_parts: int
+    full_refusals: int
+    evictions_unreported: int
