@@ -1,0 +1,145 @@
+"""One greeted connection to one server: small commands, and values straight to and from pool memory."""
+
+import contextlib
+import ssl
+import time
+from dataclasses import dataclass
+
+from kvferry.errors import CorruptError, MisconfiguredError
+from kvferry.identity.header import HEADER_BYTES, verify_header
+from kvferry.identity.names import PartKey
+from kvferry.identity.stripes import Stripe
+from kvferry.tiers.valkey.resp import (
+    ErrorKind,
+    ProtocolError,
+    Reader,
+    Reply,
+    ServerError,
+    command,
+    parse_number,
+    value_command,
+)
+from kvferry.tiers.valkey.settings import ValkeySettings
+from kvferry.tiers.valkey.stream import Patience, Stream, Until, dial
+from kvferry.tiers.valkey.url import Address
+
+
+@dataclass(frozen=True, slots=True)
+class ValueName:
+    """Everything a stored value must say about itself."""
+
+    key: PartKey
+    part_bytes: int
+    stripe: Stripe
+
+
+class Connection:
+    """Used by one thread; ``abort`` may be called by any. After any exception, close it."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._reader = Reader(stream)
+
+    @classmethod
+    def open(
+        cls, address: Address, settings: ValkeySettings, *, tls: ssl.SSLContext | None, deadline: float
+    ) -> "Connection":
+        """Connect and authenticate before ``deadline``.
+
+        Raises DroppedError, StalledError or ExpiredError, or MisconfiguredError when the server refuses us.
+        """
+        deadline = min(deadline, time.monotonic() + settings.connect_s)
+        left_s = max(deadline - time.monotonic(), 0.001)
+        stream = dial(address, tls=tls, timeout_s=left_s, stall_s=settings.stall_s)
+        connection = cls(stream)
+        try:
+            connection._greet(address, settings, Until(deadline))
+        except BaseException:
+            stream.close()
+            raise
+        return connection
+
+    def _greet(self, address: Address, settings: ValkeySettings, patience: Patience) -> None:
+        url = settings.url
+        commands = [command(b"CLIENT", b"SETNAME", settings.client_name.encode()), command(b"PING")]
+        if url.password is not None:
+            names = [url.user.encode()] if url.user else []
+            commands.insert(0, command(b"AUTH", *names, url.password.encode()))
+        self._stream.send([b"".join(commands)], patience)
+        replies = [self._reader.reply(patience) for _ in commands]
+        if url.password is not None and isinstance(replies[0], ServerError):
+            raise MisconfiguredError(
+                f"{address}: the server refused the password: {replies[0].code}: check user and password"
+            )
+        last = replies[-1]
+        if isinstance(last, ServerError) and last.kind is ErrorKind.NOT_ALLOWED and last.code == "NOAUTH":
+            raise MisconfiguredError(
+                f"{address}: the server wants a password: give one by file or environment"
+            )
+
+    def request(self, *words: bytes, patience: Patience) -> Reply:
+        """Send one small command and wait for its reply."""
+        self.send_commands(command(*words), patience)
+        return self._reader.reply(patience)
+
+    def send_commands(self, commands: bytes, patience: Patience) -> None:
+        """Send one or more small commands."""
+        self._stream.send([commands], patience)
+
+    def send_value(self, words: bytes, header: bytes, payload: memoryview, patience: Patience) -> None:
+        """Send a command that ends in a value: header and payload, the payload straight from its memory."""
+        self._stream.send([words + header, payload, b"\r\n"], patience)
+
+    def rest(self) -> None:
+        """Call before the first request after idling."""
+        self._stream.rest()
+
+    @property
+    def still_s(self) -> float:
+        """Seconds since bytes last moved."""
+        return time.monotonic() - self._stream.progress_at
+
+    def reply(self, patience: Patience) -> Reply:
+        """The next reply, of a command that returns little."""
+        return self._reader.reply(patience)
+
+    def value(self, name: ValueName, into: memoryview, patience: Patience) -> bytes | ServerError | None:
+        """The next reply, of a GET: its payload into ``into``; the checksum its header promises.
+
+        None if the key is absent. Length and header are verified before ``into`` is written; CorruptError
+        then leaves the payload unread. Whether the payload has that checksum is for the caller to see.
+        """
+        stored_bytes = HEADER_BYTES + name.stripe.nbytes
+        expected = b"$%d" % stored_bytes
+        line = self._reader.line(patience, most=len(expected) + 2 + HEADER_BYTES)
+        if line != expected:
+            return self._no_value(line, stored_bytes)
+        header = self._reader.small(HEADER_BYTES, patience)
+        checksum = verify_header(header, name.key, part_bytes=name.part_bytes, stripe=name.stripe)
+        self._reader.into(into, patience)
+        self._reader.end_of_bulk(patience)
+        return checksum
+
+    def _no_value(self, line: bytes, stored_bytes: int) -> ServerError | None:
+        kind, rest = line[:1], line[1:]
+        if kind == b"-":
+            return ServerError(rest.decode("utf-8", "replace"))
+        if kind == b"_" or line == b"$-1":
+            return None
+        if kind != b"$":
+            raise ProtocolError(f"unexpected reply {line[:40]!r} to GET")
+        raise CorruptError(f"stored value has {parse_number(rest)} bytes, expected {stored_bytes}")
+
+    def abort(self) -> None:
+        """Wake the thread that waits on this connection; it gets DroppedError."""
+        self._stream.abort()
+
+    def close(self) -> None:
+        """Close the socket: replies that are still due are given up with it."""
+        with contextlib.suppress(OSError):
+            self._stream.close()
+
+
+def set_command(key: bytes, stored_bytes: int) -> bytes:
+    """The start of a SET of a value of ``stored_bytes`` bytes."""
+    return value_command((b"SET", key), stored_bytes)

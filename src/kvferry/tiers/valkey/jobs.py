@@ -1,0 +1,262 @@
+"""The bookkeeping of operations: an operation has parts, a part has stripes, a stripe is one job.
+
+    TOUCH ──absent──► SET          a store asks first
+    GET ──corrupt──► UNLINK        a damaged value is removed before its part is reported
+
+A part is reported once, when the last of its jobs has ended: until then some thread may still be using
+its memory.
+"""
+
+import enum
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from kvferry.identity.header import pack_header
+from kvferry.identity.names import PartKey, PartRef
+from kvferry.identity.stripes import Stripe, stripe_plan
+from kvferry.tiers.contract import Outcome
+from kvferry.tiers.valkey.connection import ValueName
+from kvferry.tiers.valkey.slots import key_slot
+
+REMOVAL_S = 1.0
+"""How long removing a damaged stripe may delay the report of its part."""
+
+
+class Verb(enum.Enum):
+    """What a job sends next."""
+
+    GET = "get"
+    SET = "set"
+    TOUCH = "touch"
+    UNLINK = "unlink"
+
+
+class Cause(enum.Enum):
+    """Why a part was not served: the names of the failure counters."""
+
+    NONE = "none"
+    LATE = "late"
+    CANCELLED = "cancelled"
+    CLOSED = "closed"
+    STALLED = "stalled"
+    DROPPED = "dropped"
+    BREAKER_OPEN = "breaker_open"
+    QUEUE_FULL = "queue_full"
+    CORRUPT_HEADER = "corrupt_header"
+    CORRUPT_CHECKSUM = "corrupt_checksum"
+    CORRUPT_TYPE = "corrupt_type"
+    OUT_OF_MEMORY = "out_of_memory"
+    NOT_ALLOWED = "not_allowed"
+    UNAVAILABLE = "unavailable"
+    READ_ONLY = "read_only"
+    REDIRECTS = "redirects"
+    SERVER_ERROR = "server_error"
+    DEFECT = "defect"
+
+
+class Verdict(enum.IntEnum):
+    """How one stripe ended. The worst of its stripes is a part's outcome: larger is worse."""
+
+    OK = 0
+    LATE = 1
+    FAILED = 2
+    REFUSED = 3
+    MISS = 4
+    CORRUPT = 5
+
+
+_OUTCOMES = {verdict: Outcome[verdict.name] for verdict in Verdict}
+
+
+def stripe_key(key: PartKey, stripe: int) -> bytes:
+    """The name of a stripe's value in Valkey (docs/spec/valkey-keys.md). Without braces: no hash tag."""
+    return b"kvf1:%b:%b:%d:%d" % (key.namespace.hex().encode(), key.chunk.hex().encode(), key.part, stripe)
+
+
+class Operation:
+    """A running fetch, store or probe: what its jobs share. Also the ``Transfer`` handed to the caller."""
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.cancelled = False
+        self.lock = threading.Lock()
+
+    def cancel(self) -> None:
+        """Jobs that wait end as soon as they are looked at; one being received may still complete."""
+        self.cancelled = True
+
+
+class Part:
+    """One part of an operation; ``report`` is called once, after the last job has ended."""
+
+    __slots__ = (
+        "_remaining",
+        "cause",
+        "checksums",
+        "index",
+        "operation",
+        "ref",
+        "report",
+        "verdict",
+        "written",
+    )
+
+    def __init__(
+        self,
+        operation: Operation,
+        index: int,
+        ref: PartRef,
+        *,
+        stripes: int,
+        report: Callable[["Part"], None],
+    ) -> None:
+        self.operation = operation
+        self.index = index
+        self.ref = ref
+        self.report = report
+        self.verdict = Verdict.OK
+        self.cause = Cause.NONE
+        self.checksums: list[bytes] = [b""] * stripes
+        self.written: list[bytes] = []
+        self._remaining = stripes
+
+    @property
+    def outcome(self) -> Outcome:
+        """The outcome to report."""
+        return _OUTCOMES[self.verdict]
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is already known that the part will not be OK."""
+        return self.verdict is not Verdict.OK
+
+    def job_ended(self, job: "Job", verdict: Verdict, cause: Cause, checksum: bytes) -> None:
+        """Count one stripe; report the part if it was the last."""
+        with self.operation.lock:
+            if verdict > self.verdict:
+                self.verdict, self.cause = verdict, cause
+            self.checksums[job.stripe.index] = checksum
+            if verdict is Verdict.OK and job.verb is Verb.SET:
+                self.written.append(job.key)
+            self._remaining -= 1
+            last = self._remaining == 0
+        if last:
+            self.report(self)
+
+
+class Job:
+    """One stripe's command. Held by exactly one queue or thread at a time; ends exactly once."""
+
+    __slots__ = (
+        "_ended",
+        "asking",
+        "attempts",
+        "deadline",
+        "decided",
+        "header",
+        "key",
+        "part",
+        "payload",
+        "redirects",
+        "slot",
+        "storing",
+        "stripe",
+        "verb",
+    )
+
+    def __init__(
+        self, part: Part, stripe: Stripe, verb: Verb, *, payload: memoryview | None, header: bytes = b""
+    ) -> None:
+        self.part = part
+        self.stripe = stripe
+        self.verb = verb
+        self.payload = payload
+        self.header = header
+        self.storing = verb is Verb.TOUCH and payload is not None
+        self.key = stripe_key(part.ref.key, stripe.index)
+        self.slot = key_slot(self.key)
+        self.deadline = part.operation.deadline
+        self.decided: tuple[Verdict, Cause] | None = None
+        self.attempts = 0
+        self.redirects = 0
+        self.asking = False
+        self._ended = False
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the caller no longer wants the result."""
+        return self.part.operation.cancelled
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes this job moves."""
+        return self.stripe.nbytes if self.verb in (Verb.GET, Verb.SET) else 0
+
+    @property
+    def name(self) -> ValueName:
+        """What the stored value must say."""
+        return ValueName(self.part.ref.key, self.part.ref.nbytes, self.stripe)
+
+    def unwanted(self, now: float) -> tuple[Verdict, Cause] | None:
+        """How a job that has not been sent should end without being sent, or None if it should be sent."""
+        if self.cancelled:
+            return Verdict.LATE, Cause.CANCELLED
+        if now >= self.deadline:
+            return Verdict.LATE, Cause.LATE
+        if self.part.lost and self.verb in (Verb.GET, Verb.SET):
+            return Verdict.LATE, Cause.NONE  # its part is lost already, by something worse
+        return None
+
+    def remove_value(self, cause: Cause) -> None:
+        """The value is damaged: turn into its removal, after which the job ends as CORRUPT."""
+        self.verb = Verb.UNLINK
+        self.decided = (Verdict.CORRUPT, cause)
+        self.deadline = time.monotonic() + REMOVAL_S
+        self.attempts = 0
+
+    def end(self, verdict: Verdict, cause: Cause = Cause.NONE, *, checksum: bytes = b"") -> None:
+        """End the job: its memory is not touched by the tier afterwards."""
+        if self._ended:
+            return
+        self._ended = True
+        if self.payload is not None:
+            self.payload.release()
+            self.payload = None
+        if self.decided is not None:
+            verdict, cause = self.decided
+        self.part.job_ended(self, verdict, cause, checksum)
+
+
+def fetch_jobs(part: Part, into: memoryview) -> list[Job]:
+    """A GET for each stripe of ``part``."""
+    return [
+        Job(part, s, Verb.GET, payload=into[s.offset : s.offset + s.nbytes])
+        for s in stripe_plan(part.ref.nbytes)
+    ]
+
+
+def store_jobs(part: Part, data: memoryview, checksums: Sequence[bytes]) -> list[Job]:
+    """For each stripe of ``part`` a question whether it is there, which becomes a SET if it is not."""
+    plan = stripe_plan(part.ref.nbytes)
+    return [
+        Job(
+            part,
+            s,
+            Verb.TOUCH,
+            payload=data[s.offset : s.offset + s.nbytes],
+            header=pack_header(
+                part.ref.key,
+                part_bytes=part.ref.nbytes,
+                stripe=s,
+                stripe_count=len(plan),
+                checksum=checksums[s.index],
+            ),
+        )
+        for s in plan
+    ]
+
+
+def small_jobs(part: Part, verb: Verb) -> list[Job]:
+    """A TOUCH or UNLINK for each stripe of ``part``, last stripe first."""
+    return [Job(part, s, verb, payload=None) for s in reversed(stripe_plan(part.ref.nbytes))]

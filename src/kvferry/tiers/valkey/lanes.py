@@ -1,0 +1,122 @@
+"""Queues of jobs, one per kind of work, and what a mover needs of the shard it works for."""
+
+import enum
+import ssl
+import threading
+from collections import deque
+from typing import Protocol
+
+from kvferry.tiers.valkey.jobs import Cause, Job, Verb, Verdict
+from kvferry.tiers.valkey.resp import ServerError
+from kvferry.tiers.valkey.settings import ValkeySettings
+from kvferry.tiers.valkey.url import Address
+
+
+class Lane(enum.Enum):
+    """Kinds of work with connections of their own, so that a question never waits behind megabytes."""
+
+    FETCH = "fetch"
+    STORE = "store"
+    SMALL = "small"
+
+
+LANES = {Verb.GET: Lane.FETCH, Verb.SET: Lane.STORE, Verb.TOUCH: Lane.SMALL, Verb.UNLINK: Lane.SMALL}
+
+
+class Routes(Protocol):
+    """What a shard asks of the router when a job cannot end where it is."""
+
+    def dispatch(self, job: Job) -> None:
+        """Queue the job at the shard that serves its slot."""
+
+    def retry(self, job: Job) -> None:
+        """The same, after looking again which shard that is."""
+
+    def redirect(self, job: Job, error: ServerError) -> None:
+        """Follow a MOVED or ASK reply."""
+
+    def attention(self) -> None:
+        """A breaker opened, or jobs wait in a queue: look after them."""
+
+
+class Home(Protocol):
+    """The shard, as its movers see it. ``generation`` grows with every connection lost."""
+
+    address: Address
+    settings: ValkeySettings
+    tls: ssl.SSLContext | None
+    routes: Routes
+    generation: int
+    last_error: str
+
+    @property
+    def suspected(self) -> bool:
+        """Whether a failure has been counted since the last success."""
+        ...
+
+    def failed(self, weight: int, message: str) -> None:
+        """A connection was lost or given up."""
+
+    def succeeded(self) -> None:
+        """A reply arrived."""
+
+
+class LaneQueue:
+    """A bounded first-in first-out queue of jobs with a lock of its own."""
+
+    def __init__(self, limit: int) -> None:
+        self.ready = threading.Condition()
+        self.jobs: deque[Job] = deque()
+        self.limit = limit
+        self.closed = False
+
+    def put(self, job: Job) -> Cause | None:
+        """Queue ``job``, or say why not."""
+        with self.ready:
+            if self.closed:
+                return Cause.CLOSED
+            if len(self.jobs) >= self.limit:
+                return Cause.QUEUE_FULL
+            self.jobs.append(job)
+            self.ready.notify()
+        return None
+
+    def take(self, most: int, most_bytes: int, *, wait: bool) -> list[Job] | None:
+        """Up to ``most`` jobs of ``most_bytes`` (always one if ``wait``); None once closed."""
+        taken: list[Job] = []
+        with self.ready:
+            while wait and not self.jobs and not self.closed:
+                self.ready.wait()
+            if self.closed:
+                return None
+            while self.jobs and len(taken) < most:
+                most_bytes -= self.jobs[0].payload_bytes
+                if most_bytes < 0 and (taken or not wait):
+                    break
+                taken.append(self.jobs.popleft())
+        return taken
+
+    def drain(self, *, close: bool) -> list[Job]:
+        """Take everything out; with ``close``, for ever."""
+        with self.ready:
+            jobs = list(self.jobs)
+            self.jobs.clear()
+            if close:
+                self.closed = True
+                self.ready.notify_all()
+        return jobs
+
+    def take_unwanted(self, now: float) -> list[tuple[Job, tuple[Verdict, Cause]]]:
+        """Take out the jobs that should not be sent any more, with how each should end."""
+        unwanted: list[tuple[Job, tuple[Verdict, Cause]]] = []
+        with self.ready:
+            kept: deque[Job] = deque()
+            for job in self.jobs:
+                ending = job.unwanted(now)
+                if ending is None:
+                    kept.append(job)
+                else:
+                    unwanted.append((job, ending))
+            if unwanted:
+                self.jobs = kept
+        return unwanted

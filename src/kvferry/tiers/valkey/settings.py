@@ -1,0 +1,27 @@
+"""How the Valkey tier behaves: every limit in one place."""
+
+from dataclasses import dataclass
+
+from kvferry.tiers.valkey.url import ValkeyUrl
+
+
+@dataclass(frozen=True, slots=True)
+class ValkeySettings:
+    """``docs/decisions/valkey-connections.md`` has the measurements behind the defaults.
+
+    fetch_connections, store_connections: per shard; one more serves probes, touches and removals.
+    pipeline_depth, pipeline_bytes: commands and bytes in flight on one connection, at most.
+    connect_s: longest wait for a connection to be made and greeted.
+    stall_s: longest time in which nothing moves on a connection that owes a reply.
+    queued_stripes: stripes waiting per shard and kind of work; more are refused.
+    """
+
+    url: ValkeyUrl
+    fetch_connections: int = 2
+    store_connections: int = 1
+    pipeline_depth: int = 8
+    pipeline_bytes: int = 24 << 20
+    connect_s: float = 1.0
+    stall_s: float = 0.5
+    queued_stripes: int = 65536
+    client_name: str = "kvferry"

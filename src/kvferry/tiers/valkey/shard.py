@@ -1,0 +1,143 @@
+"""One server's work queues and the breaker that guards them."""
+
+import ssl
+import threading
+import time
+
+from kvferry.tiers.breaker import Breaker
+from kvferry.tiers.valkey.jobs import Cause, Job, Verdict
+from kvferry.tiers.valkey.lanes import LANES, Lane, LaneQueue, Routes
+from kvferry.tiers.valkey.mover import Mover
+from kvferry.tiers.valkey.settings import ValkeySettings
+from kvferry.tiers.valkey.url import Address
+
+
+class Shard:
+    """One server address: its queues, its breaker, and the threads that serve them."""
+
+    def __init__(
+        self, address: Address, settings: ValkeySettings, *, tls: ssl.SSLContext | None, routes: Routes
+    ) -> None:
+        self.address = address
+        self.settings = settings
+        self.tls = tls
+        self.routes = routes
+        self.generation = 0
+        self.last_error = ""
+        self._lock = threading.Lock()
+        self._breaker = Breaker()
+        self._queues = {lane: LaneQueue(settings.queued_stripes) for lane in Lane}
+        counts = {
+            Lane.FETCH: settings.fetch_connections,
+            Lane.STORE: settings.store_connections,
+            Lane.SMALL: 1,
+        }
+        self._movers = {
+            lane: [Mover(self, lane, self._queues[lane], number) for number in range(counts[lane])]
+            for lane in Lane
+        }
+        self._started: set[Lane] = set()
+        self._closed = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the breaker refuses requests."""
+        return self._breaker.is_open
+
+    @property
+    def inflight_bytes(self) -> int:
+        """Payload bytes of commands that were sent and not answered."""
+        return sum(mover.inflight_bytes for movers in self._movers.values() for mover in movers)
+
+    @property
+    def has_queued(self) -> bool:
+        """Whether any job waits."""
+        return any(queue.jobs for queue in self._queues.values())
+
+    def submit(self, job: Job) -> None:
+        """Queue a job, or end it as refused."""
+        if self.is_open:
+            job.end(Verdict.REFUSED, Cause.BREAKER_OPEN)
+            return
+        lane = LANES[job.verb]
+        if lane not in self._started:
+            self._start(lane)
+        cause = self._queues[lane].put(job)
+        if cause is Cause.CLOSED:
+            job.end(Verdict.LATE, cause)
+        elif cause is not None:
+            job.end(Verdict.REFUSED, cause)
+        else:
+            self._refuse_if_opened()
+
+    def _refuse_if_opened(self) -> None:
+        """The breaker may have opened between the check and the queueing; nobody else would empty the queue."""
+        if self.is_open:
+            self._refuse_queued()
+
+    def _start(self, lane: Lane) -> None:
+        with self._lock:
+            if lane in self._started or self._closed:
+                return
+            for mover in self._movers[lane]:
+                mover.start()
+            self._started.add(lane)
+
+    def failed(self, weight: int, message: str) -> None:
+        """Count a failure against the breaker; refuse what is queued if it opens."""
+        self.last_error = message
+        with self._lock:
+            self.generation += 1
+            opened = weight > 0 and self._breaker.failed(weight, time.monotonic())
+        if opened:
+            self._refuse_queued()
+            self.routes.attention()
+
+    def succeeded(self) -> None:
+        """A reply arrived."""
+        with self._lock:
+            self._breaker.succeeded()
+
+    @property
+    def suspected(self) -> bool:
+        """Whether a failure has been counted since the last success."""
+        return self._breaker.weight > 0
+
+    def probe_at(self) -> float | None:
+        """When the breaker wants its next probe; None while closed."""
+        with self._lock:
+            return self._breaker.next_probe_at()
+
+    def probe_failed(self, message: str) -> None:
+        """The probe had no good answer."""
+        self.last_error = message
+        with self._lock:
+            self._breaker.probe_failed(time.monotonic())
+
+    def _refuse_queued(self) -> None:
+        for queue in self._queues.values():
+            for job in queue.drain(close=False):
+                job.end(Verdict.REFUSED, Cause.BREAKER_OPEN)
+
+    def sweep(self, now: float) -> None:
+        """End queued jobs whose time is over: their movers may all be busy."""
+        for queue in self._queues.values():
+            for job, (verdict, cause) in queue.take_unwanted(now):
+                job.end(verdict, cause)
+
+    def close(self) -> None:
+        """End what is queued and in flight as LATE; ``join`` waits for the threads."""
+        with self._lock:
+            self._closed = True
+        for queue in self._queues.values():
+            for job in queue.drain(close=True):
+                job.end(Verdict.LATE, Cause.CLOSED)
+        for movers in self._movers.values():
+            for mover in movers:
+                mover.abort()
+
+    def join(self) -> None:
+        """Wait until the threads have ended."""
+        for lane in tuple(self._started):
+            for mover in self._movers[lane]:
+                mover.join()

@@ -1,0 +1,193 @@
+"""The Valkey tier: parts striped over one server or the shards of a Cluster."""
+
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from kvferry.errors import BrokenError
+from kvferry.identity.names import PartRef
+from kvferry.identity.stripes import stripe_plan
+from kvferry.tiers.contract import (
+    FetchItem,
+    FetchResult,
+    Outcome,
+    StoreItem,
+    TierStatistics,
+    Transfer,
+)
+from kvferry.tiers.valkey.greeting import ServerReport, inspect_servers
+from kvferry.tiers.valkey.jobs import Job, Operation, Part, Verb, fetch_jobs, small_jobs, store_jobs
+from kvferry.tiers.valkey.router import Router
+from kvferry.tiers.valkey.settings import ValkeySettings
+from kvferry.tiers.valkey.stream import tls_context
+
+REMOVE_S = 5.0
+"""How long a touch or removal in the background may take."""
+
+
+class ValkeyTier:
+    """Implements ``tiers.contract.Tier``. Make one with ``connect``."""
+
+    name = "valkey"
+
+    def __init__(self, settings: ValkeySettings, *, tls: ssl.SSLContext | None, report: ServerReport) -> None:
+        self._settings = settings
+        self._report = report
+        self._router = Router(settings, tls=tls, topology=report.topology)
+        self._lock = threading.Lock()
+        self._fetched = [0, 0]
+        self._stored = [0, 0]
+        self._missed = 0
+        self._failed: Counter[str] = Counter()
+        self._closed = False
+
+    @classmethod
+    def connect(cls, settings: ValkeySettings, *, timeout_s: float = 3.0) -> "ValkeyTier":
+        """Check the servers (blocking, bounded by ``timeout_s``) and start.
+
+        Raises MisconfiguredError, one line, if the URL, the password or the server is wrong.
+        """
+        tls = tls_context(settings.url.tls) if settings.url.tls is not None else None
+        report = inspect_servers(settings, tls=tls, deadline=time.monotonic() + timeout_s)
+        tier = cls(settings, tls=tls, report=report)
+        tier._router.start()
+        return tier
+
+    def probe(
+        self, refs: Sequence[PartRef], *, deadline: float, done: Callable[[Sequence[Outcome]], None]
+    ) -> None:
+        """See the contract. Refreshes recency from the last reference to the first."""
+        outcomes = [Outcome.FAILED] * len(refs)
+        remaining = len(refs)
+        lock = threading.Lock()
+
+        def report(part: Part) -> None:
+            nonlocal remaining
+            self._count(part, None)
+            with lock:
+                outcomes[part.index] = part.outcome
+                remaining -= 1
+                last = remaining == 0
+            if last:
+                done(outcomes)
+
+        if not refs:
+            done(outcomes)
+            return
+        operation = Operation(deadline)
+        parts = [self._part(operation, index, ref, report) for index, ref in enumerate(refs)]
+        self._dispatch([job for part in reversed(parts) for job in small_jobs(part, Verb.TOUCH)])
+
+    def fetch(
+        self, items: Sequence[FetchItem], *, deadline: float, done: Callable[[int, FetchResult], None]
+    ) -> Transfer:
+        """See the contract."""
+
+        def report(part: Part) -> None:
+            self._count(part, self._fetched)
+            outcome = part.outcome
+            done(part.index, FetchResult(outcome, tuple(part.checksums) if outcome is Outcome.OK else ()))
+
+        operation = Operation(deadline)
+        jobs: list[Job] = []
+        for index, item in enumerate(items):
+            part = self._part(operation, index, item.ref, report)
+            jobs += fetch_jobs(part, _exactly(item.into, item.ref.nbytes))
+        self._dispatch(jobs)
+        return operation
+
+    def store(
+        self, items: Sequence[StoreItem], *, deadline: float, done: Callable[[int, Outcome], None]
+    ) -> Transfer:
+        """See the contract. A part that could not be stored whole is removed again, best effort."""
+
+        def report(part: Part) -> None:
+            self._count(part, self._stored)
+            if part.lost and part.written:
+                self.remove([part.ref])
+            done(part.index, part.outcome)
+
+        operation = Operation(deadline)
+        jobs: list[Job] = []
+        for index, item in enumerate(items):
+            part = self._part(operation, index, item.ref, report)
+            jobs += store_jobs(part, _exactly(item.data, item.ref.nbytes), item.checksums)
+        self._dispatch(jobs)
+        return operation
+
+    def touch(self, refs: Sequence[PartRef]) -> None:
+        """See the contract."""
+        self._background(refs, Verb.TOUCH)
+
+    def remove(self, refs: Sequence[PartRef]) -> None:
+        """See the contract."""
+        self._background(refs, Verb.UNLINK)
+
+    def statistics(self) -> TierStatistics:
+        """See the contract. ``detail`` holds server versions, shards in trouble and warnings."""
+        shards = self._router.shards
+        broken = [shard for shard in shards if shard.is_open]
+        state = "up" if not broken else "down" if len(broken) == len(shards) else "degraded"
+        detail = dict(self._report.detail)
+        detail["url"] = str(self._settings.url)
+        detail["shards"] = " ".join(str(shard.address) for shard in shards)
+        if broken:
+            detail["breaker_open"] = "; ".join(f"{shard.address}: {shard.last_error}" for shard in broken)
+        with self._lock:
+            return TierStatistics(
+                name=self.name,
+                state=state,
+                fetched_parts=self._fetched[0],
+                fetched_bytes=self._fetched[1],
+                stored_parts=self._stored[0],
+                stored_bytes=self._stored[1],
+                missed_parts=self._missed,
+                failed=dict(self._failed),
+                inflight_bytes=sum(shard.inflight_bytes for shard in shards),
+                detail=detail,
+            )
+
+    def close(self) -> None:
+        """See the contract."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._router.close()
+
+    def _background(self, refs: Sequence[PartRef], verb: Verb) -> None:
+        operation = Operation(time.monotonic() + REMOVE_S)
+        parts = [self._part(operation, index, ref, _ignore) for index, ref in enumerate(refs)]
+        self._dispatch([job for part in reversed(parts) for job in small_jobs(part, verb)])
+
+    @staticmethod
+    def _part(operation: Operation, index: int, ref: PartRef, report: Callable[[Part], None]) -> Part:
+        return Part(operation, index, ref, stripes=len(stripe_plan(ref.nbytes)), report=report)
+
+    def _dispatch(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self._router.dispatch(job)
+
+    def _count(self, part: Part, counter: list[int] | None) -> None:
+        outcome = part.outcome
+        with self._lock:
+            if outcome is Outcome.OK:
+                if counter is not None:
+                    counter[0] += 1
+                    counter[1] += part.ref.nbytes
+            elif outcome is Outcome.MISS:
+                self._missed += 1
+            else:
+                self._failed[part.cause.value] += 1
+
+
+def _ignore(part: Part) -> None:
+    """Nobody waits for the result of background work."""
+
+
+def _exactly(memory: memoryview, nbytes: int) -> memoryview:
+    if memory.nbytes != nbytes or not memory.contiguous:
+        raise BrokenError(f"memory of {memory.nbytes} bytes for a part of {nbytes}")
+    return memory if memory.format == "B" and memory.ndim == 1 else memory.cast("B")

@@ -1,0 +1,154 @@
+"""Where the Valkey servers are and how to speak to them, from one URL.
+
+``valkey://[user[:password]@]host[:port][,host[:port]...][/0][?ca=FILE&cert=FILE&key=FILE]``
+
+Schemes: ``valkey`` and ``redis`` (plain), ``valkeys`` and ``rediss`` (TLS), ``unix`` (a socket's path),
+each also with ``+cluster`` to insist on a Cluster (otherwise the server is asked). Several hosts are
+several seeds of one Cluster.
+"""
+
+import difflib
+import urllib.parse
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvferry.errors import MisconfiguredError
+
+DEFAULT_PORT = 6379
+MAX_SEEDS = 64
+_PLAIN = ("valkey", "redis")
+_TLS = ("valkeys", "rediss")
+_UNIX = ("unix", "valkey+unix")
+_CLUSTER_SUFFIX = "+cluster"
+_PARAMETERS = ("ca", "cert", "key")
+_EXAMPLE = "valkey://host:6379"
+
+
+class Address(NamedTuple):
+    """A server: host and port, or the path of a Unix socket with port 0."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        if not self.port:
+            return self.host
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files; ``ca`` None means the system's authorities; cert and key for mutual TLS."""
+
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ValkeyUrl:
+    """A parsed URL. ``cluster`` None means: ask the server. The password never shows in repr or str."""
+
+    seeds: tuple[Address, ...]
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    tls: TlsFiles | None = None
+    cluster: bool | None = None
+
+    def __str__(self) -> str:
+        """The URL without secrets."""
+        scheme = "valkeys" if self.tls else "valkey" if self.seeds[0].port else "unix"
+        suffix = _CLUSTER_SUFFIX if self.cluster else ""
+        return f"{scheme}{suffix}://{','.join(map(str, self.seeds))}"
+
+
+def parse_url(text: str, *, password: str | None = None) -> ValkeyUrl:
+    """Parse ``text``; ``password`` (from a file or the environment) wins over one in the URL.
+
+    Raises MisconfiguredError, one line, without the password.
+    """
+    scheme, separator, rest = text.partition("://")
+    scheme = scheme.lower()
+    cluster = True if scheme.endswith(_CLUSTER_SUFFIX) else None
+    scheme = scheme.removesuffix(_CLUSTER_SUFFIX)
+    if not separator or scheme not in _PLAIN + _TLS + _UNIX:
+        raise MisconfiguredError(_scheme_message(scheme if separator else None))
+    rest, _, query = rest.partition("?")
+    authority, _, hosts = rest.rpartition("@")
+    user, own_password = _credentials(authority)
+    tls = _tls(query, wanted=scheme in _TLS)
+    if scheme in _UNIX:
+        seeds: tuple[Address, ...] = (Address(_socket_path(hosts), 0),)
+    else:
+        hosts, _, database = hosts.partition("/")
+        if database not in ("", "0"):
+            raise MisconfiguredError(f"Valkey URL: database {database!r}: kvferry uses database 0, end in /0")
+        seeds = tuple(_address(host) for host in hosts.split(","))
+    if len(seeds) > MAX_SEEDS:
+        raise MisconfiguredError(f"Valkey URL: {len(seeds)} hosts: give at most {MAX_SEEDS} seeds")
+    return ValkeyUrl(seeds, user or None, password or own_password, tls, cluster)
+
+
+def _scheme_message(scheme: str | None) -> str:
+    if scheme is None:
+        return f"Valkey URL: no '://' found: write it as {_EXAMPLE}"
+    near = difflib.get_close_matches(scheme, _PLAIN + _TLS, 1)
+    hint = (
+        f"did you mean {near[0]}://?"
+        if near
+        else f"use valkey://, valkeys:// (TLS) or unix://, as in {_EXAMPLE}"
+    )
+    return f"Valkey URL: unknown scheme {scheme!r}: {hint}"
+
+
+def _credentials(authority: str) -> tuple[str | None, str | None]:
+    if not authority:
+        return None, None
+    user, _, password = authority.partition(":")
+    return urllib.parse.unquote(user) or None, urllib.parse.unquote(password) or None
+
+
+def _socket_path(path: str) -> str:
+    if not path.startswith("/"):
+        raise MisconfiguredError(
+            f"Valkey URL: socket path {path!r} is not absolute: write unix:///run/valkey.sock"
+        )
+    return path
+
+
+def _address(text: str) -> Address:
+    host, port_text = text, ""
+    if text.startswith("["):
+        host, _, port_text = text[1:].partition("]")
+        port_text = port_text.removeprefix(":")
+    elif ":" in text:
+        host, _, port_text = text.rpartition(":")
+    if not host:
+        raise MisconfiguredError(f"Valkey URL: no host in {text!r}: write it as {_EXAMPLE}")
+    port = (
+        int(port_text)
+        if port_text.isascii() and port_text.isdigit()
+        else DEFAULT_PORT
+        if not port_text
+        else 0
+    )
+    if not 1 <= port <= 65535:
+        raise MisconfiguredError(
+            f"Valkey URL: port {port_text!r} of host {host!r}: use a number from 1 to 65535"
+        )
+    return Address(host, port)
+
+
+def _tls(query: str, *, wanted: bool) -> TlsFiles | None:
+    values: dict[str, str] = {}
+    for name, value in urllib.parse.parse_qsl(query, keep_blank_values=True):
+        if name not in _PARAMETERS:
+            raise MisconfiguredError(
+                f"Valkey URL: unknown parameter {name!r}: known are {', '.join(_PARAMETERS)}"
+            )
+        values[name] = value
+    if values and not wanted:
+        raise MisconfiguredError(f"Valkey URL: {next(iter(values))}= needs TLS: use the scheme valkeys://")
+    if ("cert" in values) != ("key" in values):
+        raise MisconfiguredError("Valkey URL: cert= and key= belong together: give both or neither")
+    return TlsFiles(values.get("ca"), values.get("cert"), values.get("key")) if wanted else None
