@@ -1,0 +1,202 @@
+"""Load or recompute: how many chunks of a found prefix to load, and how long to wait for them."""
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvferry.costs.prefill import PrefillModel
+from kvferry.costs.rates import UNKNOWN_RATE, TierRate
+
+DEADLINE_MULTIPLE = 1.5  # of the prefill that a load saves
+DEADLINE_FLOOR_S = 0.25
+DEADLINE_CAP_S = 10.0
+STALL_FLOOR_S = 0.25
+STALL_MULTIPLE = 8.0  # of the time one chunk should take
+PROBE_CHUNKS = 4
+
+
+class DecisionReason(enum.Enum):
+    """Why a load has the length it has."""
+
+    LOAD = "load"  # all of it, since that is fastest
+    UNMEASURED = "unmeasured"  # all of it, since nothing is known yet
+    PROBE = "probe"  # a little of a tier thought too slow, to see whether it still is
+    PARTIAL = "partial"  # the head; recomputing the rest is faster
+    PARTIAL_CAP = "partial_cap"  # the head; the rest would not be here before the deadline cap
+    RECOMPUTE = "recompute"  # nothing; recomputing is faster
+    RECOMPUTE_CAP = "recompute_cap"  # nothing; not even one chunk would be here before the cap
+    NOTHING_FOUND = "nothing_found"
+
+
+@dataclass(frozen=True, slots=True)
+class TierRun:
+    """Consecutive chunks of a prefix that lie in one tier. chunk_bytes: all parts of one chunk."""
+
+    tier: str
+    chunks: int
+    chunk_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a load. cap_s: the operator's deadline cap."""
+
+    cap_s: float = DEADLINE_CAP_S
+    floor_s: float = DEADLINE_FLOOR_S
+    multiple: float = DEADLINE_MULTIPLE
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """One request and what was found for it.
+
+    computed_tokens: what the engine has itself; the found chunks follow it. runs: the found chunks, in
+    order. queued_s: GPU seconds of work before this request; a load is free while they last.
+    """
+
+    prompt_tokens: int
+    computed_tokens: int
+    chunk_tokens: int
+    runs: Sequence[TierRun]
+    queued_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """load_chunks: how many of the found chunks to load, from the head; the rest is recomputed.
+
+    deadline_s, stall_s: how long to wait for all, and for the next chunk. load_s: predicted, None when
+    unknown. recompute_s: predicted prefill that the load saves, None when unknown.
+    """
+
+    load_chunks: int
+    deadline_s: float
+    stall_s: float
+    load_s: float | None
+    recompute_s: float | None
+    reason: DecisionReason
+
+
+def decide(
+    prospect: Prospect,
+    *,
+    prefill: PrefillModel | None,
+    rates: Mapping[str, TierRate],
+    limits: Limits | None = None,
+) -> Decision:
+    """How much to load. Time grows with the square of the tokens, so only a few lengths can be best:
+    none, the end of each tier's run, and what just fits under the cap.
+
+    The time to the first token with k chunks loaded is max(load(k), queue) + prefill(rest): a load takes
+    no GPU time, so it is hidden behind queued work, and what it saves unblocks those behind it.
+    """
+    limits = limits if limits is not None else Limits()
+    found = sum(run.chunks for run in prospect.runs)
+    if found == 0:
+        return _decision(
+            prospect, 0, DecisionReason.NOTHING_FOUND, prefill=prefill, rates=rates, limits=limits
+        )
+    fitting = _fitting(prospect.runs, rates, limits.cap_s)
+    best, reason = fitting, DecisionReason.LOAD if fitting == found else DecisionReason.PARTIAL_CAP
+    if fitting == 0:
+        reason = DecisionReason.RECOMPUTE_CAP
+    elif _load_seconds(prospect.runs, fitting, rates) is None:
+        reason = DecisionReason.UNMEASURED
+    elif prefill is not None:
+        best = _fastest(prospect, fitting, prefill, rates)
+        if best < fitting:
+            reason = DecisionReason.PARTIAL if best else DecisionReason.RECOMPUTE
+    if best < found and _probe_due(prospect.runs, best, rates):
+        best, reason = min(found, best + PROBE_CHUNKS), DecisionReason.PROBE
+    return _decision(prospect, best, reason, prefill=prefill, rates=rates, limits=limits)
+
+
+def _fastest(prospect: Prospect, fitting: int, prefill: PrefillModel, rates: Mapping[str, TierRate]) -> int:
+    """Of the candidate lengths the one with the least time to the first token; the longest of equals."""
+    candidates = [0, fitting]
+    end = 0
+    for run in prospect.runs:
+        end += run.chunks
+        if end < fitting:
+            candidates.append(end)
+    wanted = max(prospect.prompt_tokens - prospect.computed_tokens, 0)
+
+    def seconds(chunks: int) -> tuple[float, int]:
+        tokens = min(chunks * prospect.chunk_tokens, wanted)
+        rest = prefill.seconds(wanted - tokens, prospect.computed_tokens + tokens)
+        load = _load_seconds(prospect.runs, chunks, rates) or 0.0
+        return max(load, prospect.queued_s) + rest, -chunks
+
+    return min(candidates, key=seconds)
+
+
+def _fitting(runs: Sequence[TierRun], rates: Mapping[str, TierRate], cap_s: float) -> int:
+    """How many chunks are predicted to be here within ``cap_s``. Load time never falls with length."""
+    fitting = sum(run.chunks for run in runs)
+    if (_load_seconds(runs, fitting, rates) or 0.0) <= cap_s:
+        return fitting
+    low, high = 0, fitting  # low fits, high does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if (_load_seconds(runs, middle, rates) or 0.0) <= cap_s:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _load_seconds(runs: Sequence[TierRun], chunks: int, rates: Mapping[str, TierRate]) -> float | None:
+    """Time to load the first ``chunks``; tiers work side by side. None when no tier is known."""
+    wanted: dict[str, int] = {}
+    for run, taken in _taken(runs, chunks):
+        wanted[run.tier] = wanted.get(run.tier, 0) + taken * run.chunk_bytes
+    times = [rates.get(tier, UNKNOWN_RATE).seconds(nbytes) for tier, nbytes in wanted.items()]
+    known = [time for time in times if time is not None]
+    return max(known) if known else None
+
+
+def _taken(runs: Sequence[TierRun], chunks: int) -> Iterator[tuple[TierRun, int]]:
+    for run in runs:
+        taken = min(run.chunks, chunks)
+        if taken <= 0:
+            return
+        yield run, taken
+        chunks -= taken
+
+
+def _probe_due(runs: Sequence[TierRun], after: int, rates: Mapping[str, TierRate]) -> bool:
+    """Whether the tier of the first chunk that is not to be loaded deserves a trial."""
+    for run in runs:
+        if after < run.chunks:
+            return rates.get(run.tier, UNKNOWN_RATE).probe_due
+        after -= run.chunks
+    return False
+
+
+def _decision(
+    prospect: Prospect,
+    chunks: int,
+    reason: DecisionReason,
+    *,
+    prefill: PrefillModel | None,
+    rates: Mapping[str, TierRate],
+    limits: Limits,
+) -> Decision:
+    load_s = _load_seconds(prospect.runs, chunks, rates)
+    recompute_s = None
+    deadline_s = limits.cap_s
+    if prefill is not None:
+        wanted = max(prospect.prompt_tokens - prospect.computed_tokens, 0)
+        tokens = min(chunks * prospect.chunk_tokens, wanted)
+        recompute_s = prefill.seconds(tokens, prospect.computed_tokens)
+        deadline_s = min(limits.cap_s, max(limits.floor_s, limits.multiple * recompute_s))
+    chunk_s = 0.0 if load_s is None or chunks == 0 else load_s / chunks
+    stall_s = min(deadline_s, max(STALL_FLOOR_S, STALL_MULTIPLE * chunk_s))
+    return Decision(
+        load_chunks=chunks,
+        deadline_s=deadline_s,
+        stall_s=stall_s,
+        load_s=load_s,
+        recompute_s=recompute_s,
+        reason=reason,
+    )
