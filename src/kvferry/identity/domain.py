@@ -22,8 +22,8 @@ _DEFAULT_PERSON = b"kvferry-default"
 class DomainKey:
     """A domain's key. It is never printed, compared in variable time, or serialised.
 
-    ``is_default`` marks the key that follows from the domain's name alone: it keeps domains apart by
-    accident-proof naming, but holds no secret.
+    ``is_default`` marks the key that follows from the domain's name alone: it keeps domains apart, but
+    holds no secret.
     """
 
     __slots__ = ("_key", "is_default", "key_id")
@@ -67,7 +67,7 @@ class DomainKey:
             raise MisconfiguredError(f"domain key file {path}: {error.strerror}: {_HINT}") from error
         if mode & (stat.S_IRWXO | stat.S_IWGRP):
             raise MisconfiguredError(f"domain key file {path} is open to others: chmod 600 {path}")
-        if len(content) == KEY_BYTES:
+        if len(content) == KEY_BYTES and not content.isascii():  # 32 readable characters are no random key
             return cls(content)
         return cls.from_hex(content.decode("ascii", errors="replace"), source=f"domain key file {path}")
 

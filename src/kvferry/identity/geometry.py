@@ -180,7 +180,7 @@ class Geometry:
 def check_chunk_tokens(chunk_tokens: int, block_tokens: Iterable[int]) -> None:
     """Raise MisconfiguredError unless ``chunk_tokens`` is a multiple of every block size."""
     step = math.lcm(*block_tokens)
-    if not 1 <= chunk_tokens <= MAX_CHUNK_TOKENS or chunk_tokens % step:
+    if step < 1 or not 1 <= chunk_tokens <= MAX_CHUNK_TOKENS or chunk_tokens % step:
         raise MisconfiguredError(
             f"chunk_tokens is {chunk_tokens}: use a multiple of the engine's block size, {step}, "
             f"of at most {MAX_CHUNK_TOKENS}"

@@ -31,6 +31,10 @@ class KvScale:
     name: str
     values: tuple[float, ...]
 
+    def __post_init__(self) -> None:
+        """Make 1 and 1.0 the same value, as they are the same scale."""
+        object.__setattr__(self, "values", tuple(map(float, self.values)))
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
