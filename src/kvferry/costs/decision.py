@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvferry.costs.prefill import PrefillModel
 from kvferry.costs.rates import UNKNOWN_RATE, TierRate
 
-DEADLINE_MULTIPLE = 1.5  # of the prefill that a load saves
+DEADLINE_MULTIPLE = 1.5  # of the prefill that a load saves; time in the queue comes on top
 DEADLINE_FLOOR_S = 0.25
 DEADLINE_CAP_S = 10.0
 STALL_FLOOR_S = 0.25
@@ -84,8 +84,9 @@ def decide(
     rates: Mapping[str, TierRate],
     limits: Limits | None = None,
 ) -> Decision:
-    """How much to load. Time grows with the square of the tokens, so only a few lengths can be best:
-    none, the end of each tier's run, and what just fits under the cap.
+    """How much to load. Seconds saved per chunk grow along a prefix, so within one tier the best length
+    is an end of its run; the others worth a look are where a load stops being hidden, behind queued work
+    or behind another tier, and what just fits under the cap.
 
     The time to the first token with k chunks loaded is max(load(k), queue) + prefill(rest): a load takes
     no GPU time, so it is hidden behind queued work, and what it saves unblocks those behind it.
@@ -96,7 +97,7 @@ def decide(
         return _decision(
             prospect, 0, DecisionReason.NOTHING_FOUND, prefill=prefill, rates=rates, limits=limits
         )
-    fitting = _fitting(prospect.runs, rates, limits.cap_s)
+    fitting = _fitting(prospect.runs, found, rates=rates, within_s=limits.cap_s)
     best, reason = fitting, DecisionReason.LOAD if fitting == found else DecisionReason.PARTIAL_CAP
     if fitting == 0:
         reason = DecisionReason.RECOMPUTE_CAP
@@ -113,32 +114,33 @@ def decide(
 
 def _fastest(prospect: Prospect, fitting: int, prefill: PrefillModel, rates: Mapping[str, TierRate]) -> int:
     """Of the candidate lengths the one with the least time to the first token; the longest of equals."""
-    candidates = [0, fitting]
+    runs = prospect.runs
+    candidates = {0, fitting, _fitting(runs, fitting, rates=rates, within_s=prospect.queued_s)}
     end = 0
-    for run in prospect.runs:
+    for run in runs:
         end += run.chunks
         if end < fitting:
-            candidates.append(end)
+            hidden = _load_seconds(runs, end, rates) or 0.0  # what other tiers bring in the same time
+            candidates |= {end, _fitting(runs, fitting, rates=rates, within_s=hidden)}
     wanted = max(prospect.prompt_tokens - prospect.computed_tokens, 0)
 
     def seconds(chunks: int) -> tuple[float, int]:
         tokens = min(chunks * prospect.chunk_tokens, wanted)
         rest = prefill.seconds(wanted - tokens, prospect.computed_tokens + tokens)
-        load = _load_seconds(prospect.runs, chunks, rates) or 0.0
+        load = _load_seconds(runs, chunks, rates) or 0.0
         return max(load, prospect.queued_s) + rest, -chunks
 
     return min(candidates, key=seconds)
 
 
-def _fitting(runs: Sequence[TierRun], rates: Mapping[str, TierRate], cap_s: float) -> int:
-    """How many chunks are predicted to be here within ``cap_s``. Load time never falls with length."""
-    fitting = sum(run.chunks for run in runs)
-    if (_load_seconds(runs, fitting, rates) or 0.0) <= cap_s:
-        return fitting
-    low, high = 0, fitting  # low fits, high does not
+def _fitting(runs: Sequence[TierRun], most: int, *, rates: Mapping[str, TierRate], within_s: float) -> int:
+    """How many chunks, up to ``most``, are predicted to be here in time. Longer loads never end sooner."""
+    if (_load_seconds(runs, most, rates) or 0.0) <= within_s:
+        return most
+    low, high = 0, most  # low fits, high does not
     while high - low > 1:
         middle = (low + high) // 2
-        if (_load_seconds(runs, middle, rates) or 0.0) <= cap_s:
+        if (_load_seconds(runs, middle, rates) or 0.0) <= within_s:
             low = middle
         else:
             high = middle
@@ -189,7 +191,7 @@ def _decision(
         wanted = max(prospect.prompt_tokens - prospect.computed_tokens, 0)
         tokens = min(chunks * prospect.chunk_tokens, wanted)
         recompute_s = prefill.seconds(tokens, prospect.computed_tokens)
-        deadline_s = min(limits.cap_s, max(limits.floor_s, limits.multiple * recompute_s))
+        deadline_s = min(limits.cap_s, max(limits.floor_s, prospect.queued_s + limits.multiple * recompute_s))
     chunk_s = 0.0 if load_s is None or chunks == 0 else load_s / chunks
     stall_s = min(deadline_s, max(STALL_FLOOR_S, STALL_MULTIPLE * chunk_s))
     return Decision(

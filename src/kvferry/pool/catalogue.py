@@ -29,7 +29,8 @@ from kvferry.pool.entries import (
     Slot,
 )
 from kvferry.pool.policy import EvictionPolicy
-from kvferry.pool.slots import Run, SlotAllocator, slot_bytes_for
+from kvferry.pool.room import RoomFinder
+from kvferry.pool.slots import SlotAllocator
 
 MAX_NAMESPACES = 1024
 MAX_EVICTED_UNREPORTED = 65536
@@ -45,7 +46,7 @@ class Catalogue:
         self._owners: dict[Owner, Holdings] = {}
         self._at: dict[int, Entry] = {}  # offset -> entry
         self._evicted: deque[PartKey] = deque(maxlen=MAX_EVICTED_UNREPORTED)
-        self._until_look: dict[int, int] = {}  # slot size -> own evictions until others' slabs are compared
+        self._room = RoomFinder(allocator, self._policy)
         self._ready = self._filling = self._unlinked = self._chunks = self._pins = 0
         self._pinned_bytes = self._filling_bytes = 0
         self._committed = self._abandoned = self._dropped = 0
@@ -153,7 +154,9 @@ class Catalogue:
         if not self._slots.fits(nbytes):
             return Declined(DeclineReason.TOO_LARGE)
         offset = self._slots.alloc(nbytes)
-        if offset is None and self._make_room(nbytes, spare_from):
+        if offset is None:
+            for victim in self._room.choose(nbytes, spare_from=spare_from):
+                self._evict(self._at[victim])
             offset = self._slots.alloc(nbytes)
         if offset is None:
             self._full += 1
@@ -381,40 +384,6 @@ class Catalogue:
             del space.chunks[entry.key.chunk]
             self._chunks -= 1
         self._slots.free(entry.offset)
-
-    def _make_room(self, nbytes: int, spare_from: int | None) -> bool:
-        """Evict until a slot for ``nbytes`` can be given out. False when nothing may be evicted."""
-        slot_bytes = slot_bytes_for(nbytes)
-        victim = self._policy.victim(slot_bytes)
-        if victim is not None and spare_from is not None and victim.stamp >= spare_from:
-            victim = None
-        if victim is not None and self._until_look.get(slot_bytes, 0) > 0:
-            self._until_look[slot_bytes] -= 1
-            self._evict(victim)
-            return True
-        self._until_look[slot_bytes] = self._slots.slots_per_run(nbytes)
-        runs = self._runs_to_empty(nbytes, victim, spare_from)
-        if runs:
-            for run in runs:
-                self._empty(run)
-            return True
-        if victim is None:
-            return False
-        self._evict(victim)
-        return True
-
-    def _runs_to_empty(self, nbytes: int, victim: Entry | None, spare_from: int | None) -> tuple[Run, ...]:
-        """Other sizes' slabs to take: only what is colder than the own victim; anything if there is none."""
-        sparing = self._policy.sparing_protected
-        before = victim.stamp if victim is not None else spare_from
-        runs = self._slots.slab_victims(nbytes, before=before, spare_protected=sparing)
-        if not runs and victim is None and sparing:
-            runs = self._slots.slab_victims(nbytes, before=before, spare_protected=False)
-        return runs
-
-    def _empty(self, run: Run) -> None:
-        for entry in [self._at[offset] for offset in run.used]:
-            self._evict(entry)
 
     def _evict(self, entry: Entry) -> None:
         self._evictions += 1
