@@ -19,7 +19,7 @@ from kvferry.tiers.valkey.url import ValkeyUrl, parse_url
 
 ENVIRONMENT_PREFIX = "KVFERRY_"
 # Read elsewhere than by a node: not settings of one, and no mistake either.
-OTHER_ENVIRONMENT = ("CONFIG", "PYTHON", "CACHE", "LOG")
+OTHER_ENVIRONMENT = ("CONFIG", "DOMAIN_KEY", "PYTHON")
 MIN_POOL_BYTES = 64 << 20
 DEFAULT_POOL_BYTES = 4 << 30
 DEFAULT_DEADLINE_CAP_MS = 5000

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "kvferry"
-MAX_LINES = 420
+MAX_LINES = 440
 MAX_FUNCTION_LINES = 75
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
 

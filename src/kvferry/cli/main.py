@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, cast
 
 from kvferry import __version__
 from kvferry.errors import KvferryError, MisconfiguredError
@@ -91,7 +91,7 @@ def _dispatch(argv: Sequence[str]) -> int:
 
         raise MisconfiguredError(f"unknown verb {name!r}; {suggestion(name, VERBS)}")
     module, line = VERBS[name]
-    verb: Verb = importlib.import_module(module)
+    verb = cast(Verb, importlib.import_module(module))
     parser = _Parser(prog=f"kvferry {name}", description=line[0].upper() + line[1:] + ".", allow_abbrev=False)
     verb.add_arguments(parser)
     return verb.main(parser.parse_args(argv[1:]))

@@ -1,0 +1,47 @@
+"""Plain text tables and numbers for people."""
+
+from collections.abc import Sequence
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns under a head. Cells that start with a digit are set flush right, as is their head."""
+    lines = [list(head), *map(list, rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    numeric = [
+        bool(rows) and all(row[column][:1].isdigit() or row[column] == "-" for row in rows)
+        for column in range(len(head))
+    ]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, numeric, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def count(number: float) -> str:
+    """``12,345``."""
+    return f"{number:,.0f}"
+
+
+def share(part: float, whole: float) -> str:
+    """``31%``, or ``-`` of nothing."""
+    return f"{100 * part / whole:.0f}%" if whole else "-"
+
+
+def duration(seconds: float) -> str:
+    """``12 ms``, ``3.4 s``, ``5 min``, ``7.2 h``."""
+    if seconds < 1:
+        return f"{seconds * 1000:.1f} ms" if seconds < 0.01 else f"{seconds * 1000:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def causes(counts: dict[str, int]) -> str:
+    """``deadline 3, corrupt 1``, the most frequent first; ``none``."""
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{cause} {count(number)}" for cause, number in ranked if number) or "none"

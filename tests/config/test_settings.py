@@ -1,0 +1,134 @@
+"""Flags, environment and file map to the same fields; mistakes are named with a way out."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.config import (
+    NODE_SETTINGS,
+    NodeSettings,
+    Secret,
+    default_socket_path,
+    format_size,
+    load_node_settings,
+    parse_size,
+)
+from kvferry.errors import MisconfiguredError
+
+
+def test_flag_wins_over_environment_over_file(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text('pool = "1GiB"\ndeadline_cap_ms = 100\nmetrics_port = 1\n')
+    environ = {"KVFERRY_CONFIG": str(file), "KVFERRY_POOL": "2GiB", "KVFERRY_DEADLINE_CAP_MS": "200"}
+    settings = load_node_settings({"pool": "3GiB", "valkey": None}, environ=environ)
+    assert (settings.pool_bytes, settings.deadline_cap_ms, settings.metrics_port) == (3 << 30, 200, 1)
+
+
+def test_every_setting_reaches_a_field_of_its_own_name() -> None:
+    fields = set(NodeSettings.__dataclass_fields__)
+    targets = {setting.target for setting in NODE_SETTINGS}
+    assert {"valkey" if target == "valkey_password" else target for target in targets} == fields
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("4GiB", 4 << 30),
+        ("512MiB", 512 << 20),
+        ("1.5G", 1_500_000_000),
+        ("64gb", 64 * 10**9),
+        ("123", 123),
+        ("7k", 7000),
+    ],
+)
+def test_sizes_are_binary_with_an_i_and_decimal_without(text: str, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@given(st.integers(0, 1 << 50))
+def test_a_size_in_bytes_is_read_as_written(nbytes: int) -> None:
+    assert parse_size(str(nbytes)) == parse_size(nbytes) == nbytes
+
+
+@given(st.integers(0, 1023), st.sampled_from(["B", "KiB", "MiB", "GiB"]))
+def test_a_shown_size_reads_back(number: int, unit: str) -> None:
+    nbytes = parse_size(f"{number}{unit}")
+    assert parse_size(format_size(nbytes)) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "message"),
+    [
+        ({"pool": "lots"}, {}, "--pool: 'lots' is not a size; write it like 4GiB"),
+        ({"pool": "1MiB"}, {}, "a pool of 1 MiB holds no prefix"),
+        ({"pool": "900000GiB"}, {}, "is larger than this host's memory"),
+        ({"deadline_cap_ms": "soon"}, {}, "--deadline-cap-ms: 'soon' is not a whole number"),
+        ({"metrics_port": "70000"}, {}, "--metrics-port: 70000 is outside 0 to 65535"),
+        ({"valkey": "valky://h"}, {}, "--valkey: Valkey URL: unknown scheme 'valky': did you mean valkey://"),
+        ({"valkey": "localhost:6379"}, {}, "--valkey: Valkey URL: no '://' found"),
+        ({}, {"KVFERRY_VALKEY": "valkey://h:0x5"}, "KVFERRY_VALKEY: Valkey URL: port '0x5'"),
+        (
+            {},
+            {"KVFERRY_POOLL": "1GiB"},
+            "unknown environment variable: KVFERRY_POOLL; did you mean KVFERRY_POOL",
+        ),
+        ({"valkey_password_file": "/nonexistent/x"}, {}, "cannot read /nonexistent/x: No such file"),
+        ({}, {"KVFERRY_VALKEY_PASSWORD": "x"}, "a Valkey password is set, but no Valkey URL"),
+        ({}, {"KVFERRY_CONFIG": "/nonexistent.toml"}, "cannot read the configuration /nonexistent.toml"),
+    ],
+)
+def test_bad_input_is_named_with_its_value_and_a_hint(
+    flags: dict[str, str | None], environ: dict[str, str], message: str
+) -> None:
+    with pytest.raises(MisconfiguredError) as caught:
+        load_node_settings(flags, environ=environ)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("pol = 1", "unknown setting in {}: pol; did you mean pool?"),
+        ("pool = true", "pool in {}: True is neither a text nor a whole number"),
+        ("pool = ", "{} is not valid TOML"),
+        (
+            'valkey_password = "x"',
+            "unknown setting in {}: valkey_password; did you mean valkey_password_file?",
+        ),
+    ],
+)
+def test_a_mistake_in_the_file_names_the_file(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text(text)
+    with pytest.raises(MisconfiguredError) as caught:
+        load_node_settings(environ={}, config_path=file)
+    assert message.format(file) in str(caught.value)
+
+
+def test_secrets_come_from_a_file_or_the_environment_and_are_never_shown(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("hunter2\n")
+    flags = {"valkey": "valkey://user@h", "valkey_password_file": str(file)}
+    for settings in (
+        load_node_settings(flags, environ={}),
+        load_node_settings({"valkey": "valkey://user@h"}, environ={"KVFERRY_VALKEY_PASSWORD": "hunter2"}),
+    ):
+        assert settings.valkey is not None
+        assert settings.valkey.password == "hunter2"
+        assert "hunter2" not in f"{settings!r}{settings}{settings.valkey}"
+    assert "hunter2" not in f"{Secret('hunter2')!r}{Secret('hunter2')}"
+
+
+def test_a_password_among_arguments_is_refused_without_showing_it() -> None:
+    with pytest.raises(MisconfiguredError, match="KVFERRY_VALKEY_PASSWORD") as caught:
+        load_node_settings({"valkey": "valkey://user:hunter2@h"}, environ={})
+    assert "hunter2" not in str(caught.value)
+
+
+def test_node_and_engines_of_a_user_meet_without_being_told() -> None:
+    assert default_socket_path({"KVFERRY_SOCKET": "/a/b"}) == Path("/a/b")
+    assert default_socket_path({"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7/kvferry/node.sock")
+    assert default_socket_path({}).name == "node.sock"

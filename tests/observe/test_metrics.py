@@ -1,0 +1,142 @@
+"""The list of metrics, what a scrape shows of it, and its documentation."""
+
+import re
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvferry.errors import MisconfiguredError
+from kvferry.node.counters import Counters, EngineStatus, NodeStatistics
+from kvferry.observe.exposition import MetricsPage
+from kvferry.observe.metrics import MAX_LABEL_VALUES, METRICS, Kind
+from kvferry.pool.catalogue import Catalogue
+from kvferry.pool.entries import CatalogueStatistics
+from kvferry.pool.slots import SlotAllocator
+from kvferry.tiers.contract import TierStatistics
+
+ROOT = Path(__file__).parents[2]
+UNITS = {
+    "bytes", "chunks", "connections", "defects", "engines", "failures", "fetches", "info", "loads", "lookups",
+    "parts", "refusals", "reservations", "seconds", "tokens", "up",
+}  # fmt: skip
+IDLE_POOL_BYTES = 64 << 20
+
+
+def catalogue() -> CatalogueStatistics:
+    return Catalogue(SlotAllocator(IDLE_POOL_BYTES, slab_bytes=16 << 20)).statistics()
+
+
+def statistics(*, tier: TierStatistics | None = None, counters: Counters | None = None) -> NodeStatistics:
+    return NodeStatistics(
+        pid=1,
+        version="0",
+        epoch=1,
+        uptime_s=2.5,
+        socket_path="/run/node.sock",
+        pool_bytes=IDLE_POOL_BYTES,
+        huge_bytes=0,
+        prepared_bytes=0,
+        catalogue=catalogue(),
+        tier=tier,
+        engines=(EngineStatus("vllm", "worker", 0, 7, "0", "model", "default", 0, 0),),
+        counters=counters or Counters(),
+        loads=0,
+        fetches=0,
+        writeback_backlog_bytes=0,
+        writeback_backlog_parts=0,
+        defects=0,
+    )
+
+
+def valkey(**failed: int) -> TierStatistics:
+    return TierStatistics("valkey", "degraded", 1, 4096, 2, 8192, 3, dict(failed), 0, {})
+
+
+def scrape(snapshot: NodeStatistics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    page = MetricsPage(lambda: snapshot, port=0)
+    try:
+        with urllib.request.urlopen(page.url, timeout=10) as answer:
+            text = answer.read().decode()
+    finally:
+        page.close()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_names_are_unique_and_end_in_their_unit() -> None:
+    names = [metric.name for metric in METRICS]
+    assert len(set(names)) == len(names)
+    for name in names:
+        assert re.fullmatch(r"kvferry_[a-z_]+", name)
+        assert name.rsplit("_", 1)[1] in UNITS, name
+
+
+def test_every_metric_reads_from_an_idle_node_without_a_tier() -> None:
+    for metric in METRICS:
+        for labels, value in metric.read(statistics()):
+            assert len(labels) == len(metric.labels)
+            assert value >= 0
+
+
+def test_a_scrape_shows_every_metric_that_has_samples() -> None:
+    counters = Counters(lookups=3)
+    counters.hit_bytes["valkey"] = 12
+    counters.failed["deadline"] = 2
+    snapshot = statistics(tier=valkey(timeout=5), counters=counters)
+    found = scrape(snapshot)
+    assert found["kvferry_lookups_total", ()] == 3
+    assert found["kvferry_hit_bytes_total", (("tier", "valkey"),)] == 12
+    assert found["kvferry_failures_total", (("cause", "deadline"),)] == 2
+    assert found["kvferry_tier_failures_total", (("cause", "timeout"), ("tier", "valkey"))] == 5
+    assert found["kvferry_tier_up", (("tier", "valkey"),)] == 0.5
+    assert found["kvferry_engines", (("role", "worker"),)] == 1
+    shown = {name for name, _ in found}
+    assert {metric.exposed_name for metric in METRICS if list(metric.read(snapshot))} <= shown
+
+
+def test_labels_are_bounded_and_nothing_is_lost() -> None:
+    counters = Counters()
+    for number in range(MAX_LABEL_VALUES * 3):
+        counters.failed[f"cause-{number}"] = number
+    (failures,) = [metric for metric in METRICS if metric.name == "kvferry_failures"]
+    samples = list(failures.read(statistics(counters=counters)))
+    assert len(samples) == MAX_LABEL_VALUES
+    assert sum(value for _, value in samples) == counters.failed.total()
+
+
+def test_counters_are_never_gauges_and_say_total() -> None:
+    for metric in METRICS:
+        assert metric.exposed_name.endswith("_total") == (metric.kind is Kind.COUNTER)
+
+
+def test_a_port_in_use_is_named_with_a_way_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(MisconfiguredError, match=f"metrics port {port} is in use; choose another"):
+            MetricsPage(statistics, port=port)
+
+
+def test_the_page_is_on_loopback_only() -> None:
+    page = MetricsPage(statistics, port=0)
+    try:
+        assert page.url.startswith("http://127.0.0.1:")
+    finally:
+        page.close()
+
+
+def test_the_reference_tables_of_the_documentation_are_current() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "reference.py", "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
