@@ -91,6 +91,7 @@ class Tier(Protocol):
         done: Callable[[int, FetchResult], None],
     ) -> Transfer:
         """Read parts, in order of preference; ``done(index, result)`` as each is complete and verified."""
+        ...
 
     def store(
         self,
@@ -100,6 +101,7 @@ class Tier(Protocol):
         done: Callable[[int, Outcome], None],
     ) -> Transfer:
         """Write parts that are not there yet. OK also when an equal part was already there."""
+        ...
 
     def touch(self, refs: Sequence[PartRef]) -> None:
         """Refresh recency, last reference first, so that a prefix's head ends as the most recent."""
@@ -109,6 +111,7 @@ class Tier(Protocol):
 
     def statistics(self) -> TierStatistics:
         """A snapshot; never blocks on I/O."""
+        ...
 
     def close(self) -> None:
         """End all work (remaining items finish as LATE), join threads, close sockets. Idempotent."""

@@ -71,7 +71,7 @@ class Shard:
             self._refuse_if_opened()
 
     def _refuse_if_opened(self) -> None:
-        """The breaker may have opened between the check and the queueing; nobody else would empty the queue."""
+        """The breaker may have opened since it was asked, and nobody else would empty the queue."""
         if self.is_open:
             self._refuse_queued()
 

@@ -1,0 +1,47 @@
+"""Servers shared by the tests of tiers: started once, emptied before each test that uses them."""
+
+from collections.abc import Iterator
+
+import pytest
+from tests.servers import Cluster, Server, running_cluster, running_server
+
+from kvferry.tiers.valkey.tier import ValkeyTier
+
+
+@pytest.fixture(scope="session")
+def shared_server() -> Iterator[Server]:
+    with running_server("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def shared_cluster() -> Iterator[Cluster]:
+    with running_cluster("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def server(shared_server: Server) -> Server:
+    shared_server.ask("FLUSHALL")
+    return shared_server
+
+
+@pytest.fixture
+def cluster(shared_cluster: Cluster) -> Cluster:
+    for server in shared_cluster.servers:
+        server.ask("FLUSHALL")
+    return shared_cluster
+
+
+@pytest.fixture
+def tier(server: Server) -> Iterator[ValkeyTier]:
+    made = ValkeyTier.connect(server.settings())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def cluster_tier(cluster: Cluster) -> Iterator[ValkeyTier]:
+    made = ValkeyTier.connect(cluster.settings())
+    yield made
+    made.close()
