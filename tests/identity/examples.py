@@ -94,6 +94,11 @@ CHAINS: dict[str, tuple[int, int, Extras]] = {
             items=(MultimodalItem(b"b", 40, 3), MultimodalItem(b"audio", 10, 30), MultimodalItem(b"a", 10, 4))
         ),
     ),
+    "item that ends with its chunk": (
+        48,
+        16,
+        Extras(items=(MultimodalItem(b"i", 4, 12), MultimodalItem(b"j", 32, 1))),
+    ),
     "item past the end": (32, 16, Extras(items=(MultimodalItem(b"later", 30, 1000),))),
     "all": (
         48,

@@ -50,7 +50,7 @@ def write_model(root: Path) -> None:
     ).encode()
     data = bytes(i * 31 % 251 for i in range(10003))
     (root / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + data)
-    (root / "extra.bin").write_bytes(bytes(i % 241 for i in range(4 * MIB)))
+    (root / "extra.bin").write_bytes((bytes(range(241)) * (4 * MIB // 241 + 1))[: 4 * MIB])
     (root / "config.json").write_text('{"model_type": "llama"}')
     (root / "tokenizer.json").write_text("{}")
 

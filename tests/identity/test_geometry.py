@@ -27,7 +27,7 @@ groups = st.lists(
     st.one_of(
         st.just(_group()),
         st.just(_group(GroupKind.STATE)),
-        st.integers(1, 40).map(lambda window: _group(GroupKind.WINDOW, window=window)),
+        st.integers(1, 14).map(lambda window: _group(GroupKind.WINDOW, window=window)),
     ),
     min_size=1,
     max_size=3,
@@ -47,7 +47,7 @@ def _accepts(group: KvGroup, row: list[bool], boundary: int, chunk_tokens: int) 
     return all(row[token // chunk_tokens] for token in read)
 
 
-@given(groups=groups, chunks=st.integers(0, 12), chunk_tokens=st.integers(1, 9), data=st.data())
+@given(groups=groups, chunks=st.integers(0, 8), chunk_tokens=st.integers(1, 5), data=st.data())
 def test_usable_chunks_is_the_longest_boundary_whose_tokens_are_all_there(
     *, groups: list[KvGroup], chunks: int, chunk_tokens: int, data: st.DataObject
 ) -> None:
@@ -70,6 +70,15 @@ def test_needed_chunks_alone_make_a_boundary_usable(
         for group in groups
     ]
     assert usable_chunks(groups, present, chunk_tokens=chunk_tokens) == boundary
+
+
+@pytest.mark.parametrize(
+    ("window", "needed"),
+    [(1, []), (2, [9]), (17, [9]), (18, [8, 9]), (33, [8, 9]), (10_000, list(range(10)))],
+)
+def test_a_window_counts_the_token_that_looks_through_it(window: int, needed: list[int]) -> None:
+    group = _group(GroupKind.WINDOW, window=window)
+    assert list(group.needed_chunks(10, chunk_tokens=16)) == needed
 
 
 def test_rows_that_do_not_fit_the_groups_are_an_error() -> None:
