@@ -64,7 +64,9 @@ def _tiers(status: dict[str, Any], counters: dict[str, Any]) -> str:
                 "-",
             ]
         )
-    text = table(["TIER", "STATE", "HOLDS", "HIT TOKENS", "HIT BYTES", "READ", "WRITTEN", "EVICTED PARTS"], rows)
+    text = table(
+        ["TIER", "STATE", "HOLDS", "HIT TOKENS", "HIT BYTES", "READ", "WRITTEN", "EVICTED PARTS"], rows
+    )
     if tier is not None and any(tier["failed"].values()):
         text += f"\n{tier['name']} failures: {causes(tier['failed'])}"
     return text

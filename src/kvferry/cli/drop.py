@@ -1,0 +1,45 @@
+"""``kvferry drop memory``: forget what host memory holds and nobody uses now."""
+
+import argparse
+import json
+from pathlib import Path
+
+from kvferry.config import default_socket_path, format_size
+from kvferry.errors import MisconfiguredError
+from kvferry.identity.names import NAMESPACE_BYTES
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which tier of which node, and how much of it."""
+    parser.add_argument("tier", choices=["memory"], help="the tier to empty")
+    parser.add_argument("--namespace", metavar="HEX", help="only this namespace (default: all)")
+    parser.add_argument("--socket", type=Path, default=default_socket_path(), help="the node's socket")
+    parser.add_argument("--json", action="store_true", help="the answer for programs")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Ask the node and say how much went."""
+    from kvferry.client.admin import AdminClient
+
+    with AdminClient(args.socket) as admin:
+        answer = admin.drop(args.tier, namespace=_namespace(args.namespace))
+    print(
+        json.dumps(answer)
+        if args.json
+        else f"dropped {format_size(answer['dropped_bytes'])} from {args.tier}"
+    )
+    return 0
+
+
+def _namespace(text: str | None) -> bytes:
+    if text is None:
+        return b""
+    try:
+        namespace = bytes.fromhex(text)
+    except ValueError:
+        namespace = b""
+    if len(namespace) != NAMESPACE_BYTES:
+        raise MisconfiguredError(
+            f"--namespace {text!r} is not {2 * NAMESPACE_BYTES} hexadecimal digits; kvferry explain shows it"
+        )
+    return namespace

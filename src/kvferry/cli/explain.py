@@ -1,0 +1,105 @@
+"""``kvferry explain REQUEST``: why a request hit or missed."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from kvferry.cli.table import count, duration
+from kvferry.config import default_socket_path, format_size
+from kvferry.errors import RefusedError
+
+# What a reason means, for people; the words are those of the node's answers.
+MEANING = {
+    "complete": "everything that was asked for",
+    "absent": "no tier has the next chunk",
+    "evicted": "the next chunk was in host memory, was evicted, and is not in Valkey either",
+    "cheaper-to-recompute": "loading would have taken longer than recomputing",
+    "pool-full": "all of host memory was in use",
+    "tier-down": "the tier did not answer lately",
+    "deadline": "it took longer than its deadline",
+    "stalled": "nothing arrived for the stall timeout",
+    "corrupt": "bytes did not match their checksum; they were removed",
+    "failed": "the tier reported an error",
+    "gone": "present when asked for, gone when fetched",
+    "limit": "too many loads at once",
+    "expired": "the engine never ended the load",
+    "node-down": "the engine has no connection to its node",
+    "breaker-open": "the node had not answered the engine lately",
+    "timeout": "the node did not answer within the bounded wait",
+    "node-restarted": "the node restarted in between",
+    "refused": "the node declined",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which request of which node."""
+    parser.add_argument("request", help="id of the API response, or the beginning of one")
+    parser.add_argument("--socket", type=Path, default=default_socket_path(), help="the node's socket")
+    parser.add_argument("--json", action="store_true", help="the whole record, for programs")
+
+
+def render(record: dict[str, Any]) -> str:
+    """One request's record as text for people."""
+    tokens = record["chunk_tokens"]
+    asked = record["chunks"] - record["engine_chunks"]
+    reused: dict[str, int] = record["reused_chunks"]
+    lines = [
+        f"request   {record['request_id']} on {record['engine'] or 'an engine'}",
+        f"prompt    {count(record['prompt_tokens'])} tokens = {count(record['chunks'])} chunks of {tokens}",
+        f"engine    {count(record['engine_chunks'])} chunks were in the engine's own cache",
+    ]
+    lines += [
+        f"{tier:<9} {count(number)} chunks = {count(number * tokens)} tokens, "
+        f"{format_size(record['reused_bytes'].get(tier, 0))}"
+        for tier, number in reused.items()
+    ]
+    missing = record["first_missing_chunk"]
+    why = _reason(record["reason"])
+    if missing is None:
+        lines.append(f"result    all {count(asked)} chunks asked for were found")
+    else:
+        lines.append(f"result    chunk {count(missing)} is the first one not reused: {why}")
+    if record["load_reason"] not in ("", "complete"):
+        at = "" if record["failed_chunk"] is None else f" at chunk {count(record['failed_chunk'])}"
+        lines.append(f"load      ended{at}: {_reason(record['load_reason'])}; the rest was recomputed")
+    lines.append(
+        f"times     lookup {duration(record['lookup_s'])}, load {duration(record['load_s'])} "
+        f"(estimate {duration(record['load_estimate_s'])}, "
+        f"recompute {duration(record['recompute_estimate_s'])}, deadline {duration(record['deadline_s'])})"
+    )
+    return "\n".join(lines + _seen_by_engine(record["report"]))
+
+
+def _reason(word: str) -> str:
+    meaning = MEANING.get(word)
+    return f"{word} ({meaning})" if meaning else word or "unknown"
+
+
+def _seen_by_engine(report: dict[str, Any]) -> list[str]:
+    if not report:
+        return []
+    lines = [
+        f"engine    loaded {count(report['loaded_tokens'])} tokens, {format_size(report['loaded_bytes'])} "
+        f"in {duration(report['load_s'])}; {count(report['failed_tokens'])} tokens failed; "
+        f"stored {count(report['stored_chunks'])} chunks"
+    ]
+    said = ", ".join(
+        text for text in (_reason(report["reason"]) if report["reason"] else "", report["note"]) if text
+    )
+    return [*lines, f"          it says: {said}"] if said else lines
+
+
+def main(args: argparse.Namespace) -> int:
+    """Ask the node and print every request that matches, the newest first."""
+    from kvferry.client.admin import AdminClient
+
+    with AdminClient(args.socket) as admin:
+        answer = admin.explain(args.request)
+    records: list[dict[str, Any]] = answer["requests"]
+    if not records:
+        raise RefusedError(
+            f"the node knows no request {args.request!r}; it keeps the newest few thousand of its own engines"
+        )
+    print(json.dumps(answer, indent=2) if args.json else "\n\n".join(map(render, records)))
+    return 0
