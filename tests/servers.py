@@ -83,7 +83,7 @@ class Server:
         finally:
             connection.close()
 
-    def keys(self) -> list[bytes]:
+    def key_names(self) -> list[bytes]:
         """Every key it holds."""
         reply = self.ask("KEYS", "*")
         return [key for key in reply if isinstance(key, bytes)] if isinstance(reply, list) else []

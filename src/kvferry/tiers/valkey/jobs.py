@@ -56,17 +56,26 @@ class Cause(enum.Enum):
 
 
 class Verdict(enum.IntEnum):
-    """How one stripe ended. The worst of its stripes is a part's outcome: larger is worse."""
+    """How one stripe ended. The largest of its stripes is a part's outcome."""
 
     OK = 0
-    LATE = 1
+    SKIPPED = 1  # its part was lost already; never the largest
     FAILED = 2
     REFUSED = 3
-    MISS = 4
-    CORRUPT = 5
+    LATE = 4
+    MISS = 5
+    CORRUPT = 6
 
 
-_OUTCOMES = {verdict: Outcome[verdict.name] for verdict in Verdict}
+_OUTCOMES = {
+    Verdict.OK: Outcome.OK,
+    Verdict.SKIPPED: Outcome.FAILED,
+    Verdict.FAILED: Outcome.FAILED,
+    Verdict.REFUSED: Outcome.REFUSED,
+    Verdict.LATE: Outcome.LATE,
+    Verdict.MISS: Outcome.MISS,
+    Verdict.CORRUPT: Outcome.CORRUPT,
+}
 
 
 def stripe_key(key: PartKey, stripe: int) -> bytes:
@@ -205,7 +214,7 @@ class Job:
         if now >= self.deadline:
             return Verdict.LATE, Cause.LATE
         if self.part.lost and self.verb in (Verb.GET, Verb.SET):
-            return Verdict.LATE, Cause.NONE  # its part is lost already, by something worse
+            return Verdict.SKIPPED, Cause.NONE
         return None
 
     def remove_value(self, cause: Cause) -> None:
