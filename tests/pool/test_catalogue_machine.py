@@ -1,0 +1,231 @@
+"""The catalogue against a dict model: an answer is a miss, or exactly the bytes that were committed."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvferry.errors import BrokenError
+from kvferry.identity.names import PartKey
+from kvferry.pool.catalogue import Catalogue
+from kvferry.pool.entries import Declined, DeclineReason, EntryState, Slot
+from kvferry.pool.slots import SlotAllocator
+
+PAGE = 4096
+SLAB = 4 * PAGE
+POOL = 5 * SLAB
+SPACES = {b"a" * 16: (PAGE, 2 * PAGE), b"b" * 16: (3 * PAGE - 5,), b"c" * 16: (5 * PAGE,)}
+DIGESTS = [bytes([index]) * 32 for index in range(7)]
+KEYS = [
+    PartKey(space, digest, part)
+    for space, sizes in SPACES.items()
+    for digest in DIGESTS
+    for part in range(len(sizes))
+]
+keys = st.sampled_from(KEYS)
+owners = st.integers(1, 3)
+prefixes = st.lists(st.sampled_from(DIGESTS), unique=True, max_size=len(DIGESTS))
+
+
+class CatalogueMachine(RuleBasedStateMachine):
+    """Every slot given out is written with its own marker; a pinned slot must keep it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.catalogue = Catalogue(SlotAllocator(POOL, SLAB))
+        for space, sizes in SPACES.items():
+            self.catalogue.register(space, sizes, "default")
+        self.memory = bytearray(POOL)
+        self.serial = 0
+        self.ready: dict[PartKey, bytes] = {}  # visible content
+        self.filling: dict[PartKey, tuple[int, bytes]] = {}  # owner, content
+        self.doomed: set[PartKey] = set()  # unlinked while filling
+        self.pins: list[tuple[PartKey, int, Slot, bytes]] = []  # every pin, with the bytes seen
+
+    def read(self, slot: Slot) -> bytes:
+        return bytes(self.memory[slot.offset : slot.offset + slot.nbytes])
+
+    def forget_evicted(self) -> None:
+        pinned = {pin[0] for pin in self.pins}
+        for key in self.catalogue.take_evicted():
+            assert key not in pinned
+            del self.ready[key]  # KeyError: evicted something that was not visible
+
+    @rule(key=keys, owner=owners)
+    def reserve(self, key: PartKey, owner: int) -> None:
+        nbytes = SPACES[key.namespace][key.part]
+        used_before = self.catalogue.statistics().used_bytes
+        answer = self.catalogue.reserve(key, nbytes, owner)
+        if isinstance(answer, Declined):
+            reason = answer.reason
+            assert (reason is DeclineReason.FILLING) == (key in self.filling and key not in self.doomed)
+            assert (reason is DeclineReason.EXISTS) == (key in self.ready)
+            if reason is DeclineReason.UNLINKED:
+                assert key in self.doomed or any(pin[0] == key for pin in self.pins)
+            if reason is DeclineReason.FULL:
+                assert self.pins or self.filling
+            assert reason is not DeclineReason.TOO_LARGE
+            assert self.catalogue.statistics().used_bytes <= used_before
+        else:
+            assert key not in self.ready and key not in self.filling
+            self.serial += 1
+            content = (self.serial.to_bytes(4, "big") * nbytes)[:nbytes]
+            self.memory[answer.slot.offset : answer.slot.offset + nbytes] = content
+            self.filling[key] = (owner, content)
+        self.forget_evicted()
+
+    def finish(self, key: PartKey, owner: int) -> bytes | None:
+        """The content when the owner may finish the reservation."""
+        held = self.filling.get(key)
+        if held is None or held[0] != owner:
+            return None
+        del self.filling[key]
+        return held[1]
+
+    def checksums(self, content: bytes) -> tuple[bytes, ...]:
+        return (content[:16],)
+
+    @rule(key=keys, owner=owners)
+    def commit(self, key: PartKey, owner: int) -> None:
+        content = self.finish(key, owner)
+        try:
+            self.catalogue.commit(key, owner, self.checksums(content or b""))
+        except BrokenError:
+            assert content is None
+            return
+        assert content is not None
+        if key in self.doomed:
+            self.doomed.remove(key)
+        else:
+            self.ready[key] = content
+
+    @precondition(lambda self: self.filling)
+    @rule(data=st.data())
+    def commit_one(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(list(self.filling)))
+        self.commit(key, self.filling[key][0])
+
+    @precondition(lambda self: self.filling)
+    @rule(data=st.data())
+    def commit_pinned(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(list(self.filling)))
+        owner, content = self.filling.pop(key)
+        slot = self.catalogue.commit_pinned(key, owner, self.checksums(content))
+        self.pins.append((key, owner, slot, content))
+        if key in self.doomed:
+            self.doomed.remove(key)
+        else:
+            self.ready[key] = content
+
+    @rule(key=keys, owner=owners)
+    def abandon(self, key: PartKey, owner: int) -> None:
+        content = self.finish(key, owner)
+        try:
+            self.catalogue.abandon(key, owner)
+        except BrokenError:
+            assert content is None
+            return
+        assert content is not None
+        self.doomed.discard(key)
+
+    @rule(key=keys, owner=owners)
+    def pin(self, key: PartKey, owner: int) -> None:
+        slot = self.catalogue.pin(key, owner)
+        content = self.ready.get(key)
+        assert (slot is None) == (content is None)
+        if slot is not None and content is not None:
+            assert self.read(slot) == content
+            assert slot.checksums == self.checksums(content)
+            self.pins.append((key, owner, slot, content))
+
+    @rule(key=keys, owner=owners)
+    def unpin(self, key: PartKey, owner: int) -> None:
+        held = next((pin for pin in self.pins if pin[:2] == (key, owner)), None)
+        try:
+            self.catalogue.unpin(key, owner)
+        except BrokenError:
+            assert held is None
+            return
+        assert held is not None
+        self.pins.remove(held)
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin_one(self, data: st.DataObject) -> None:
+        key, owner, _, _ = data.draw(st.sampled_from(self.pins))
+        self.unpin(key, owner)
+
+    @rule(key=keys)
+    def unlink(self, key: PartKey) -> None:
+        self.catalogue.unlink(key)
+        self.ready.pop(key, None)
+        if key in self.filling:
+            self.doomed.add(key)
+
+    @rule(space=st.sampled_from(list(SPACES)), prefix=prefixes)
+    def touch(self, space: bytes, prefix: list[bytes]) -> None:
+        self.catalogue.touch(space, prefix)
+
+    @rule(space=st.sampled_from(list(SPACES)), prefix=prefixes)
+    def refresh(self, space: bytes, prefix: list[bytes]) -> None:
+        self.catalogue.refresh(space, prefix)
+
+    @rule(space=st.sampled_from([None, *SPACES]))
+    def drop(self, space: bytes | None) -> None:
+        self.catalogue.drop(space)
+        pinned = {pin[0] for pin in self.pins}
+        for key in list(self.ready):
+            if key not in pinned and space in (None, key.namespace):
+                del self.ready[key]
+
+    @rule(owner=owners)
+    def release_owner(self, owner: int) -> None:
+        self.catalogue.release_owner(owner)
+        self.pins = [pin for pin in self.pins if pin[1] != owner]
+        for key in [key for key, held in self.filling.items() if held[0] == owner]:
+            del self.filling[key]
+            self.doomed.discard(key)
+
+    @invariant()
+    def the_books_balance(self) -> None:
+        self.catalogue.check()
+        statistics = self.catalogue.statistics()
+        assert statistics.pins == len(self.pins)
+        assert statistics.ready_parts == len(self.ready)
+        assert statistics.filling_parts == len(self.filling)
+
+    @invariant()
+    def pinned_bytes_never_change(self) -> None:
+        for _, _, slot, content in self.pins:
+            assert self.read(slot) == content
+
+    @invariant()
+    def only_complete_parts_are_seen(self) -> None:
+        for key in KEYS:
+            state = self.catalogue.state(key)
+            if key in self.ready:
+                assert state is EntryState.READY
+            elif key in self.filling and key not in self.doomed:
+                assert state is EntryState.FILLING
+            else:
+                assert state is EntryState.ABSENT
+
+    @invariant()
+    def a_run_is_the_longest_contiguous_prefix(self) -> None:
+        for space, sizes in SPACES.items():
+            expected = 0
+            for digest in DIGESTS:
+                if not all(PartKey(space, digest, part) in self.ready for part in range(len(sizes))):
+                    break
+                expected += 1
+            assert self.catalogue.run(space, DIGESTS) == expected
+
+    def teardown(self) -> None:
+        for owner in range(1, 4):
+            self.catalogue.release_owner(owner)
+        self.catalogue.drop()
+        assert self.catalogue.statistics().used_bytes == 0
+        self.catalogue.check()
+
+
+CatalogueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestCatalogue = CatalogueMachine.TestCase
