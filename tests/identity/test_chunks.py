@@ -139,6 +139,8 @@ def test_a_salt_that_is_not_short_unicode_text_is_refused_without_repeating_it(s
     [
         lambda: Extras(adapter=b""),
         lambda: Extras(adapter=bytes(65)),
+        lambda: Extras(adapter="text"),  # type: ignore[arg-type]
+        lambda: Extras(items=(MultimodalItem("text", 0, 1),)),  # type: ignore[arg-type]
         lambda: Extras(items=(MultimodalItem(b"", 0, 1),)),
         lambda: Extras(items=(MultimodalItem(bytes(257), 0, 1),)),
         lambda: Extras(items=(MultimodalItem(b"a", -1, 1),)),

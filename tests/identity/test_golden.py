@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from tests.identity.golden import FILE, build
+from tests.identity.golden import FILE, build, write_model
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = json.loads(FILE.read_text(encoding="utf-8"))
@@ -111,3 +111,55 @@ def test_a_header_written_from_the_specification_is_the_same(vector: dict) -> No
     )
     head += bytes(range(200, 216)) + bytes(16)
     assert (head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head))).hex() == vector["hex"]
+
+
+def _sized64(content: bytes) -> bytes:
+    return struct.pack("<Q", len(content)) + content
+
+
+def test_a_weights_fingerprint_written_from_the_specification_is_the_same(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    message = struct.pack("<I", 1)
+    message += (
+        _sized64(b"config") + _sized64(b"config.json") + _sized64((tmp_path / "config.json").read_bytes())
+    )
+    opaque = (tmp_path / "extra.bin").read_bytes()
+    mib = 1 << 20
+    message += _sized64(b"weights") + _sized64(b"extra.bin") + struct.pack("<Q", len(opaque))
+    message += _sized64(opaque[:mib])
+    for k in range(256):
+        start = mib + (len(opaque) - 2 * mib) * k // 256
+        message += _sized64(opaque[start : start + 4096])
+    message += _sized64(opaque[-mib:])
+    tensors = (tmp_path / "model.safetensors").read_bytes()
+    data = 8 + int.from_bytes(tensors[:8], "little")
+    message += _sized64(b"weights") + _sized64(b"model.safetensors") + struct.pack("<Q", len(tensors))
+    message += _sized64(tensors[8:data]) + struct.pack("<QQ", 2, 1)
+    middle = data + (10000 - 4096) // 2
+    message += _sized64(tensors[middle : middle + 4096]) + _sized64(tensors[-3:])
+    expected = hashlib.blake2b(message, digest_size=32, person=b"kvferry-weights").hexdigest()
+    assert expected == GOLDEN["weights"]["model"]
+
+
+def _floor_class(nbytes: int) -> int:
+    return max(size for size in _classes() if size <= nbytes)
+
+
+def _classes() -> list[int]:
+    sizes = [
+        base * quarter // 4 for power in range(6, 21) for base in [1 << power] for quarter in (4, 5, 6, 7)
+    ]
+    return [*sizes, 1 << 21, 5 << 19]
+
+
+@pytest.mark.parametrize("part_bytes", sorted(map(int, GOLDEN["stripes"])))
+def test_a_cut_written_from_the_specification_is_the_same(part_bytes: int) -> None:
+    sizes: list[int] = [part_bytes] if part_bytes <= 128 << 10 else []
+    while sum(sizes) < part_bytes:
+        remaining = part_bytes - sum(sizes)
+        fitting = [size for size in _classes() if size >= remaining + 192]
+        if fitting and fitting[0] - remaining <= part_bytes // 40:
+            sizes.append(remaining)
+        else:
+            sizes.append(_floor_class(remaining + 192) - 192)
+    assert sizes == GOLDEN["stripes"][str(part_bytes)]

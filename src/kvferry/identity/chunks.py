@@ -57,18 +57,24 @@ class Extras:
 
     def __post_init__(self) -> None:
         """Check every value; a request may carry anything."""
-        if self.adapter is not None and not 1 <= len(self.adapter) <= MAX_ADAPTER_BYTES:
-            raise RefusedError(f"adapter digest of {len(self.adapter)} bytes: 1 to {MAX_ADAPTER_BYTES}")
+        if self.adapter is not None:
+            _check_digest("adapter", self.adapter, MAX_ADAPTER_BYTES)
         encode_salt(self.cache_salt)
         if len(self.items) > MAX_ITEMS:
             raise RefusedError(f"{len(self.items)} multimodal items: at most {MAX_ITEMS}")
         for item in self.items:
-            if not 1 <= len(item.digest) <= MAX_ITEM_DIGEST_BYTES:
-                raise RefusedError(f"multimodal digest of {len(item.digest)} bytes: 1 to 256")
+            _check_digest("multimodal", item.digest, MAX_ITEM_DIGEST_BYTES)
             if item.offset < 0 or item.length < 1 or item.offset + item.length > MAX_TOKENS:
                 raise RefusedError(
                     f"multimodal item at {item.offset}, {item.length} tokens long: out of range"
                 )
+
+
+def _check_digest(what: str, digest: object, limit: int) -> None:
+    """Engines hold some digests as text; encoding them is for the caller to decide, not to happen here."""
+    if not isinstance(digest, bytes) or not 1 <= len(digest) <= limit:
+        size = f"{len(digest)} bytes" if isinstance(digest, bytes) else type(digest).__name__
+        raise RefusedError(f"{what} digest is {size}: give 1 to {limit} bytes")
 
 
 def encode_salt(salt: object) -> bytes | None:
