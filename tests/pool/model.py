@@ -42,7 +42,7 @@ def declined(answer: Reserved | Declined) -> DeclineReason:
 
 
 def put(made: Catalogue, prompt: int, indexes: range, *, nbytes: int = MIB, owner: int = 1) -> None:
-    """Store one-part chunks as the node does: ordered first, reserved, committed head first, ordered again."""
+    """Store one-part chunks as the node does: put in order, reserve, commit head first, put in order."""
     prefix = chunks(prompt, indexes.stop)
     made.refresh(SPACE, prefix)
     for index in indexes:
