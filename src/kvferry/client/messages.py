@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvferry.node.wire import Prefill, Reason, ReserveOutcome, Tier
+from kvferry.node.wire import Prefill, Reason, Report, ReserveOutcome, Tier
 
 __all__ = [
     "LoadEnd",
@@ -18,8 +18,9 @@ __all__ = [
     "Prefill",
     "ReadyPart",
     "Reason",
-    "ReservedSlot",
+    "Report",
     "ReserveOutcome",
+    "ReservedSlot",
     "Tier",
 ]
 

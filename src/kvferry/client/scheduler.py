@@ -1,11 +1,42 @@
 """The scheduler side of an engine: asks how far a prefix reaches, without ever blocking."""
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.client.messages import LookupAnswer, LookupRequest, NamespaceInfo
-from kvferry.node.wire import Report
+from kvferry.client.connection import Identity, NodeConnection
+from kvferry.client.messages import (
+    LookupAnswer,
+    LookupRequest,
+    NamespaceInfo,
+    PartPlace,
+    Reason,
+    Report,
+)
+from kvferry.node.wire import Answer, EndLoad, FromNode, Lookup, Role, Welcome
+
+MAX_UNCLAIMED = 4096
+GRACE_S = 0.05  # on top of the node's own bound, for an answer to travel
+
+
+@dataclass(slots=True)
+class _Waiting:
+    ticket: int
+    first_chunk: int
+    give_up: float
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStatistics:
+    """Since start. answered: by reason."""
+
+    connected: bool
+    connects: int
+    lookups: int
+    answered: dict[str, int]
+    breaker_opened: int
 
 
 class SchedulerClient:
@@ -21,28 +52,186 @@ class SchedulerClient:
         token: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        raise NotImplementedError
+        """lookup_wait_s: bound on how long the node may ask Valkey before it answers."""
+        self._namespace = namespace
+        self._wait_s = lookup_wait_s
+        self._clock = clock
+        self._epoch = 0
+        self._tickets = 0
+        self._waiting: dict[str, _Waiting] = {}
+        self._answers: OrderedDict[str, LookupAnswer] = OrderedDict()
+        self._lookups = 0
+        self._answered: dict[str, int] = {}
+        identity = Identity(role=Role.SCHEDULER, engine=engine, token=token, namespace=namespace)
+        self._connection = NodeConnection(Path(socket_path), identity, self, clock=clock)
+        self._lock = self._connection.lock
+        self._connection.start()
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a node now."""
+        return self._connection.is_up
+
+    def wait_connected(self, timeout_s: float) -> bool:
+        """Wait for a node, for tests and start-up reports; the engine never needs it."""
+        give_up = time.monotonic() + timeout_s
+        while not self._connection.is_up and time.monotonic() < give_up:
+            time.sleep(0.002)
+        return self._connection.is_up
 
     def lookup(self, request: LookupRequest) -> None:
-        """Submit. At most one lookup per request_id is outstanding; a second one replaces nothing."""
-        raise NotImplementedError
+        """Submit. At most one lookup per request_id is outstanding; a second one changes nothing."""
+        with self._lock:
+            request_id = request.request_id
+            if request_id in self._waiting or request_id in self._answers:
+                return
+            self._lookups += 1
+            self._tickets += 1
+            if self._connection.breaker.is_open:
+                self._answer_none(request_id, request.first_chunk, Reason.BREAKER)
+                return
+            sent = self._connection.send(
+                Lookup(
+                    ticket=self._tickets,
+                    request_id=request_id,
+                    namespace=self._namespace.namespace,
+                    chunks=b"".join(request.chunks),
+                    first_chunk=request.first_chunk,
+                    prompt_tokens=request.prompt_tokens,
+                    prefill=request.prefill,
+                    queued_s=request.queued_s,
+                    max_wait_s=self._wait_s,
+                    deadline_cap_s=request.deadline_cap_s,
+                )
+            )
+            if not sent:
+                self._connection.kick()
+                self._answer_none(request_id, request.first_chunk, Reason.NODE_DOWN)
+                return
+            give_up = self._clock() + self._wait_s + GRACE_S
+            self._waiting[request_id] = _Waiting(self._tickets, request.first_chunk, give_up)
 
     def poll(self, request_id: str) -> LookupAnswer | None:
         """None: not yet, ask again next step. The answer is handed out once. Unknown ids: count 0."""
-        raise NotImplementedError
+        self._connection.pump()
+        with self._lock:
+            answer = self._answers.pop(request_id, None)
+            if answer is not None:
+                self._answered[answer.reason.value] = self._answered.get(answer.reason.value, 0) + 1
+                return answer
+            waiting = self._waiting.get(request_id)
+            if waiting is None:
+                return _nothing(request_id, 0, Reason.ENDED)
+            if self._clock() < waiting.give_up:
+                return None
+            del self._waiting[request_id]
+            self._connection.silent()
+            self._answered[Reason.TIMEOUT.value] = self._answered.get(Reason.TIMEOUT.value, 0) + 1
+            return _nothing(request_id, waiting.first_chunk, Reason.TIMEOUT)
 
     def cancel(self, request_id: str) -> None:
         """Forget a lookup; a load that its answer brings is ended."""
-        raise NotImplementedError
+        with self._lock:
+            self._waiting.pop(request_id, None)
+            answer = self._answers.pop(request_id, None)
+            if answer is not None:
+                self.end(answer.load_id)
 
     def end(self, load_id: int) -> None:
         """The load is over on every rank. Consumes the load; frees what is left of it in the node."""
-        raise NotImplementedError
+        if load_id:
+            self._connection.send(EndLoad(load_id=load_id))
 
     def report(self, report: Report) -> None:
         """The engine's side of a request's story, for ``kvferry explain``. Best effort."""
-        raise NotImplementedError
+        if not self._connection.breaker.is_open:
+            self._connection.send(report)
+
+    def statistics(self) -> SchedulerStatistics:
+        """A snapshot."""
+        with self._lock:
+            return SchedulerStatistics(
+                connected=self._connection.is_up,
+                connects=self._connection.connects,
+                lookups=self._lookups,
+                answered=dict(self._answered),
+                breaker_opened=self._connection.breaker.opened,
+            )
 
     def close(self) -> None:
         """Idempotent; joins the thread."""
-        raise NotImplementedError
+        self._connection.close()
+
+    # ---- connection.Listener
+
+    def connected_to(self, welcome: Welcome, descriptor: int | None) -> None:
+        """See ``connection.Listener``. The scheduler never touches the pool's memory."""
+        del descriptor
+        self._epoch = welcome.epoch
+
+    def message(self, message: FromNode) -> None:
+        """See ``connection.Listener``."""
+        if not isinstance(message, Answer):
+            return
+        waiting = self._waiting.get(message.request_id)
+        if waiting is None or waiting.ticket != message.ticket:
+            self.end(message.load_id)  # came too late, or nobody wants it any more
+            return
+        del self._waiting[message.request_id]
+        self._keep(self._translate(message))
+
+    def disconnected(self, reason: Reason) -> None:
+        """See ``connection.Listener``. Loads of answers that nobody fetched yet are gone too."""
+        del reason
+        lost = [(request_id, waiting.first_chunk) for request_id, waiting in self._waiting.items()]
+        lost += [(answer.request_id, answer.first_chunk) for answer in self._answers.values()]
+        self._waiting.clear()
+        self._answers.clear()
+        for request_id, first_chunk in lost:
+            self._answer_none(request_id, first_chunk, Reason.NODE_DOWN)
+
+    def _translate(self, message: Answer) -> LookupAnswer:
+        parts: list[list[PartPlace | None]] = [
+            [None] * len(self._namespace.part_bytes) for _ in range(message.count)
+        ]
+        for place in message.ready:
+            position = place.chunk - message.first_chunk
+            if 0 <= position < message.count and place.part < len(self._namespace.part_bytes):
+                parts[position][place.part] = PartPlace(place.offset, place.checksums)
+        return LookupAnswer(
+            request_id=message.request_id,
+            load_id=message.load_id,
+            epoch=message.epoch,
+            count=message.count,
+            first_chunk=message.first_chunk,
+            tiers=tuple(message.tiers),
+            parts=tuple(tuple(chunk) for chunk in parts),
+            deadline_s=message.deadline_s,
+            stall_s=message.stall_s,
+            deadline=self._clock() + message.deadline_s,
+            reason=message.reason,
+        )
+
+    def _answer_none(self, request_id: str, first_chunk: int, reason: Reason) -> None:
+        self._keep(_nothing(request_id, first_chunk, reason))
+
+    def _keep(self, answer: LookupAnswer) -> None:
+        self._answers[answer.request_id] = answer
+        while len(self._answers) > MAX_UNCLAIMED:
+            self.end(self._answers.popitem(last=False)[1].load_id)
+
+
+def _nothing(request_id: str, first_chunk: int, reason: Reason) -> LookupAnswer:
+    return LookupAnswer(
+        request_id=request_id,
+        load_id=0,
+        epoch=0,
+        count=0,
+        first_chunk=first_chunk,
+        tiers=(),
+        parts=(),
+        deadline_s=0.0,
+        stall_s=0.0,
+        deadline=0.0,
+        reason=reason,
+    )

@@ -1,30 +1,64 @@
 """The worker side of an engine: reads parts out of the pool and puts new ones in."""
 
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.client.messages import LoadEnd, LoadTicket, NamespaceInfo, Pending, ReadyPart, ReservedSlot
+from kvferry.client.connection import Identity, NodeConnection
+from kvferry.client.messages import (
+    LoadTicket,
+    NamespaceInfo,
+    Reason,
+    ReservedSlot,
+    ReserveOutcome,
+)
+from kvferry.client.stream import LoadStream
+from kvferry.node.framing import join_checksums
+from kvferry.node.wire import (
+    MAX_BATCH,
+    MAX_CHUNKS,
+    Abandon,
+    Commit,
+    Copied,
+    Corrupt,
+    Filled,
+    FromNode,
+    Join,
+    LoadEnded,
+    PartsReady,
+    Reserve,
+    Reserved,
+    Role,
+    Welcome,
+)
+from kvferry.pool.arena import ArenaMapping
+
+MAX_LATE = 256  # reservations whose answer came too late are given back; so many are remembered
+MAX_RESERVE = 4096
 
 
-class LoadStream:
-    """The parts of one load for one rank, in chunk order."""
+@dataclass(slots=True)
+class _Call:
+    part: int
+    digests: list[bytes]
+    answer: Reserved | None = None
+    lost: bool = False
+    late: bool = False
 
-    def next(self, timeout_s: float) -> ReadyPart | LoadEnd | Pending:
-        """The next part, waiting at most timeout_s (0: only what is there). LoadEnd is final."""
-        raise NotImplementedError
 
-    def copied(self, index: int) -> None:
-        """That chunk's part was copied and its checksums matched: its slot may be reused."""
-        raise NotImplementedError
+@dataclass(frozen=True, slots=True)
+class WorkerStatistics:
+    """Since start. ended: streams that ended early, by reason."""
 
-    def corrupt(self, index: int) -> None:
-        """The copy's checksums did not match: the part is removed everywhere, the stream ends there."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Stop listening. Idempotent."""
-        raise NotImplementedError
+    connected: bool
+    connects: int
+    streams: int
+    ended: dict[str, int]
+    reserve_timeouts: int
+    breaker_opened: int
 
 
 class WorkerClient:
@@ -40,29 +74,249 @@ class WorkerClient:
         token: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        raise NotImplementedError
+        self._namespace = namespace
+        self._clock = clock
+        self._epoch = 0
+        self._mapping: ArenaMapping | None = None
+        self._streams: dict[tuple[int, int], LoadStream] = {}
+        self._calls: OrderedDict[int, _Call] = OrderedDict()
+        self._tickets = 0
+        self._ended: dict[str, int] = {}
+        self._started_streams = 0
+        self._reserve_timeouts = 0
+        identity = Identity(role=Role.WORKER, engine=engine, rank=rank, token=token, namespace=namespace)
+        self._connection = NodeConnection(Path(socket_path), identity, self, clock=clock)
+        self._changed = threading.Condition(self._connection.lock)
+        self._connection.start()
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a node now."""
+        return self._connection.is_up
+
+    @property
+    def epoch(self) -> int:
+        """Of the node that was connected last; 0 before the first."""
+        return self._epoch
+
+    @property
+    def mapping(self) -> ArenaMapping | None:
+        """The pool as mapped here (address, nbytes), to register with a GPU; None without a node.
+
+        A restarted node brings another one; views of the old stay valid while they are held.
+        """
+        return self._mapping
+
+    def wait_connected(self, timeout_s: float) -> bool:
+        """Wait for a node, for start-up; everything else works without."""
+        give_up = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._connection.is_up and (left := give_up - time.monotonic()) > 0:
+                self._changed.wait(left)
+            return self._connection.is_up
 
     def load(self, ticket: LoadTicket) -> LoadStream:
         """Start receiving. Never blocks, never raises for a lost node: the stream ends with a reason."""
-        raise NotImplementedError
+        with self._changed:
+            self._started_streams += 1
+            known = 0 <= ticket.part < len(self._namespace.part_bytes)
+            stream = LoadStream(
+                ticket,
+                owner=self,
+                mapping=self._mapping,
+                part_bytes=self._namespace.part_bytes[ticket.part] if known else 0,
+                changed=self._changed,
+                clock=self._clock,
+            )
+            if not known:
+                self._stop(stream, Reason.REFUSED)
+            elif not self._connection.is_up:
+                self._connection.kick()
+                self._stop(stream, Reason.NODE_DOWN)
+            elif ticket.epoch != self._epoch:
+                self._stop(stream, Reason.EPOCH)
+            else:
+                self._streams[ticket.load_id, ticket.part] = stream
+                if stream.waits:
+                    self._connection.send(Join(load_id=ticket.load_id, epoch=ticket.epoch, part=ticket.part))
+            return stream
 
     def reserve(
         self, prefix: Sequence[bytes], wanted: Sequence[bytes], *, part: int, timeout_s: float
     ) -> list[ReservedSlot]:
         """Slots for new parts. prefix: digests before them, from the prompt's start.
 
-        Returns one entry per wanted digest; all FULL when the node does not answer in time.
+        Returns one entry per wanted digest; all FULL when the node does not answer in time. Views are
+        writable until ``commit`` or ``abandon``, and stay mapped whatever happens to the node.
         """
-        raise NotImplementedError
+        slots: list[ReservedSlot] = []
+        give_up = self._clock() + timeout_s
+        before = list(prefix)
+        for start in range(0, len(wanted), MAX_RESERVE):
+            digests = list(wanted[start : start + MAX_RESERVE])
+            slots += self._reserve(before, digests, part=part, index=start, give_up=give_up)
+            before += digests
+        return slots
 
     def commit(self, part: int, filled: Sequence[tuple[bytes, tuple[bytes, ...]]]) -> None:
         """Publish (digest, checksums per stripe) of slots that were reserved and are now filled."""
-        raise NotImplementedError
+        for at in range(0, len(filled), MAX_BATCH):
+            entries = tuple(
+                Filled(digest, join_checksums(checksums)) for digest, checksums in filled[at : at + MAX_BATCH]
+            )
+            self._connection.send(Commit(namespace=self._namespace.namespace, part=part, filled=entries))
 
     def abandon(self, part: int, digests: Sequence[bytes]) -> None:
         """Give reserved slots back."""
-        raise NotImplementedError
+        for at in range(0, len(digests), MAX_BATCH):
+            chunks = b"".join(digests[at : at + MAX_BATCH])
+            self._connection.send(Abandon(namespace=self._namespace.namespace, part=part, chunks=chunks))
+
+    def statistics(self) -> WorkerStatistics:
+        """A snapshot."""
+        with self._changed:
+            return WorkerStatistics(
+                connected=self._connection.is_up,
+                connects=self._connection.connects,
+                streams=self._started_streams,
+                ended=dict(self._ended),
+                reserve_timeouts=self._reserve_timeouts,
+                breaker_opened=self._connection.breaker.opened,
+            )
 
     def close(self) -> None:
-        """Idempotent; joins the thread."""
-        raise NotImplementedError
+        """Idempotent; joins the thread. Views that were handed out stay valid."""
+        self._connection.close()
+        with self._changed:
+            if self._mapping is not None:
+                self._mapping.close()
+                self._mapping = None
+
+    # ---- stream.StreamOwner
+
+    def pump(self) -> None:
+        """See ``stream.StreamOwner``."""
+        self._connection.pump()
+
+    def tell_copied(self, load_id: int, part: int, chunks: Sequence[int]) -> None:
+        """See ``stream.StreamOwner``."""
+        self._connection.send(Copied(load_id=load_id, part=part, chunks=tuple(chunks)))
+
+    def tell_corrupt(self, load_id: int, part: int, chunk: int) -> None:
+        """See ``stream.StreamOwner``."""
+        self._connection.send(Corrupt(load_id=load_id, part=part, chunk=chunk))
+
+    def forget(self, stream: LoadStream) -> None:
+        """See ``stream.StreamOwner``."""
+        key = (stream.ticket.load_id, stream.ticket.part)
+        if self._streams.get(key) is stream:
+            del self._streams[key]
+
+    # ---- connection.Listener
+
+    def connected_to(self, welcome: Welcome, descriptor: int | None) -> None:
+        """See ``connection.Listener``."""
+        if descriptor is None:
+            return
+        if self._mapping is not None and welcome.epoch == self._epoch:
+            return  # the same node: its pool is mapped already
+        if self._mapping is not None:
+            self._mapping.close()
+        self._mapping = ArenaMapping.attach(descriptor, welcome.pool_bytes)
+        self._epoch = welcome.epoch
+        self._changed.notify_all()
+
+    def message(self, message: FromNode) -> None:
+        """See ``connection.Listener``."""
+        match message:
+            case PartsReady(load_id=load_id, places=places):
+                for place in places:
+                    stream = self._streams.get((load_id, place.part))
+                    if stream is not None:
+                        stream.arrived(place)
+            case LoadEnded(load_id=load_id, part=part, chunk=chunk, reason=reason):
+                stream = self._streams.get((load_id, part))
+                if stream is not None:
+                    self._ended[reason.value] = self._ended.get(reason.value, 0) + 1
+                    stream.ended(reason, chunk)
+            case Reserved():
+                self._reserved(message)
+            case _:
+                pass
+
+    def disconnected(self, reason: Reason) -> None:
+        """See ``connection.Listener``."""
+        for stream in self._streams.values():
+            self._stop(stream, reason)
+        self._streams.clear()
+        for call in self._calls.values():
+            call.lost = True
+        self._calls.clear()
+        self._changed.notify_all()
+
+    def _stop(self, stream: LoadStream, reason: Reason) -> None:
+        self._ended[reason.value] = self._ended.get(reason.value, 0) + 1
+        stream.ended(reason, 0)
+
+    def _reserve(
+        self, prefix: list[bytes], digests: list[bytes], *, part: int, index: int, give_up: float
+    ) -> list[ReservedSlot]:
+        with self._changed:
+            self._tickets += 1
+            ticket = self._tickets
+            call = _Call(part, digests)
+            request = Reserve(
+                ticket=ticket,
+                namespace=self._namespace.namespace,
+                part=part,
+                prefix=b"".join(prefix[: MAX_CHUNKS - len(digests)]),
+                chunks=b"".join(digests),
+            )
+            if self._connection.breaker.is_open or not self._connection.send(request):
+                return _all_full(digests, index)
+            self._calls[ticket] = call
+            while call.answer is None and not call.lost:
+                left = give_up - self._clock()
+                if left <= 0:
+                    self._reserve_timeouts += 1
+                    call.late = True
+                    self._connection.silent()
+                    while len(self._calls) > MAX_LATE:
+                        self._calls.popitem(last=False)
+                    return _all_full(digests, index)
+                self._connection.pump()
+                if call.answer is None and not call.lost:
+                    self._changed.wait(left)
+            if call.answer is None or self._mapping is None:
+                return _all_full(digests, index)
+            nbytes = self._namespace.part_bytes[part]
+            return [
+                ReservedSlot(
+                    index + at,
+                    digest,
+                    place.outcome,
+                    self._mapping.view(place.offset, nbytes)
+                    if place.outcome is ReserveOutcome.RESERVED
+                    else None,
+                )
+                for at, (digest, place) in enumerate(zip(digests, call.answer.places, strict=True))
+            ]
+
+    def _reserved(self, message: Reserved) -> None:
+        call = self._calls.pop(message.ticket, None)
+        if call is None:
+            return
+        if call.late:
+            granted = [
+                digest
+                for digest, place in zip(call.digests, message.places, strict=True)
+                if place.outcome is ReserveOutcome.RESERVED
+            ]
+            self.abandon(call.part, granted)
+            return
+        call.answer = message
+        self._changed.notify_all()
+
+
+def _all_full(digests: Sequence[bytes], index: int) -> list[ReservedSlot]:
+    return [ReservedSlot(index + at, digest, ReserveOutcome.FULL, None) for at, digest in enumerate(digests)]

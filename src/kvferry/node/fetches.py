@@ -26,7 +26,12 @@ class Batch:
     number: int
     waiting: int = 0  # waiters over all its parts
     unfinished: int = 0
+    deadline: float = 0.0  # monotonic
     cancelled: bool = False
+
+    def ends_before(self, deadline: float) -> bool:
+        """Whether a part of it that is LATE need not be late for someone with this deadline."""
+        return self.cancelled or self.deadline < deadline
 
 
 @dataclass(slots=True)
@@ -50,10 +55,9 @@ class FetchTable:
         self._batches += 1
         return Batch(self._batches)
 
-    def running(self, key: PartKey) -> bool:
-        """Is this part being fetched, in a batch that has not been cancelled?"""
-        fetch = self._fetches.get(key)
-        return fetch is not None and not fetch.batch.cancelled
+    def known(self, key: PartKey) -> bool:
+        """Is there a fetch of this part whose ``done`` has not been called? It may be cancelled."""
+        return key in self._fetches
 
     def begin(self, key: PartKey, batch: Batch, waiter: Waiter) -> None:
         """A slot is reserved and the tier is about to be asked. Raises BrokenError on a second fetch."""
@@ -64,7 +68,7 @@ class FetchTable:
         batch.waiting += 1
 
     def join(self, key: PartKey, waiter: Waiter) -> None:
-        """Share a running fetch."""
+        """Wait for a known fetch. If it was cancelled, it ends as LATE, and the waiter begins its own."""
         fetch = self._fetches[key]
         fetch.waiters.append(waiter)
         fetch.batch.waiting += 1

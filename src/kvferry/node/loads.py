@@ -11,7 +11,6 @@ still do. The driver performs what the methods return; nothing here pins, fetche
 """
 
 import enum
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvferry.errors import BrokenError
@@ -44,9 +43,7 @@ class LeftOver(NamedTuple):
 class Load:
     """chunks: digests in order. part_bytes: size per part number. window_bytes: see the module."""
 
-    def __init__(
-        self, *, chunks: tuple[bytes, ...], part_bytes: tuple[int, ...], window_bytes: int
-    ) -> None:
+    def __init__(self, *, chunks: tuple[bytes, ...], part_bytes: tuple[int, ...], window_bytes: int) -> None:
         self.chunks = chunks
         self.part_bytes = part_bytes
         self.reason = Reason.COMPLETE
@@ -130,11 +127,16 @@ class Load:
         self._end = 0
         return left
 
-    def ready(self, part: int) -> Iterator[At]:
-        """The parts of one part number that are READY, in chunk order."""
-        for position in range(self._end):
-            if self._states[position * self._parts + part] is PartState.READY:
-                yield At(position, part)
+    def window_full(self) -> bool:
+        """Parts are wanted that the window has no room for."""
+        return self._cursor < self._end * self._parts
+
+    def first_missing(self) -> int | None:
+        """Position of the first chunk that has not wholly arrived, or None."""
+        for index in range(self._end * self._parts):
+            if self._states[index] in (PartState.WANTED, PartState.FETCHING):
+                return index // self._parts
+        return None
 
     def settled(self) -> bool:
         """Every part up to the end has been copied."""

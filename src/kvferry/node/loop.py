@@ -4,6 +4,7 @@ Nothing in it blocks but the wait itself, whose timeout is computed from the nex
 node sleeps. Callbacks of tiers run on the tiers' threads and only ``post``.
 """
 
+import contextlib
 import heapq
 import logging
 import os
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 MAX_POSTED_PER_TURN = 4096
+MAX_DEFECTS_LOGGED = 10
 
 log = logging.getLogger("kvferry.node")
 
@@ -58,12 +60,12 @@ class Loop:
         self._timers: list[tuple[float, int, Timer]] = []
         self._timer_number = 0
         self._stopping = False
+        self._awake = True  # while true, the loop looks at _posted before it sleeps
 
     def post(self, call: Callable[[], None]) -> None:
         """Run ``call`` on the loop's thread, soon. Callable from any thread; never blocks."""
-        was_empty = not self._posted
         self._posted.append(call)
-        if was_empty:
+        if not self._awake:
             self._signal()
 
     def at(self, when: float, call: Callable[[], None]) -> Timer:
@@ -93,7 +95,10 @@ class Loop:
     def run(self) -> None:
         """Until ``stop``."""
         while not self._stopping:
-            for key, events in self._selector.select(self._timeout()):
+            self._awake = False
+            ready = self._selector.select(self._timeout())
+            self._awake = True
+            for key, events in ready:
                 if key.data is None:
                     self._drain_signal()
                 else:
@@ -110,16 +115,12 @@ class Loop:
         os.close(self._wake)
 
     def _signal(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):  # the counter is full: about to wake anyway
             os.eventfd_write(self._wake, 1)
-        except BlockingIOError:
-            pass  # the counter is at its maximum: the loop is about to wake anyway
 
     def _drain_signal(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
-        except BlockingIOError:
-            pass
 
     def _timeout(self) -> float | None:
         if self._posted or self._stopping:
@@ -145,17 +146,17 @@ class Loop:
     def _ready(self, watcher: Watcher, events: int) -> None:
         try:
             watcher.ready(events)
-        except Exception:
-            self._defect()
+        except Exception as error:  # noqa: BLE001 (top of the driver)
+            self._defect(error)
             watcher.crashed()
 
     def _guard(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception:
-            self._defect()
+        except Exception as error:  # noqa: BLE001 (top of the driver)
+            self._defect(error)
 
-    def _defect(self) -> None:
+    def _defect(self, error: Exception) -> None:
         self.defects += 1
-        if self.defects <= 10:
-            log.exception("a defect in the node; it goes on")
+        if self.defects <= MAX_DEFECTS_LOGGED:
+            log.error("a defect in the node; it goes on", exc_info=error)

@@ -148,10 +148,12 @@ class Attach(Message):
 class Lookup(Message):
     """How far does this prefix reach? chunks: all of the prompt's; loading starts at first_chunk.
 
+    ticket: comes back in the answer.
     queued_s: GPU seconds of requests waiting behind this one. max_wait_s: answer within this time.
     deadline_cap_s: 0 takes the node's setting.
     """
 
+    ticket: Count
     request_id: RequestId
     namespace: Namespace
     chunks: Digests
@@ -291,6 +293,7 @@ class Answer(Message):
     deadline_s, stall_s: from the moment of the answer.
     """
 
+    ticket: Count
     request_id: str
     epoch: Count
     load_id: Count

@@ -1,0 +1,91 @@
+"""Questions to a node by people and programs: status, explain, drop. Blocking, bounded."""
+
+import json
+import socket
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kvferry.client.connection import Handshake, Identity, open_socket
+from kvferry.errors import ClosedError, RefusedError, RetryError
+from kvferry.node.framing import FrameBuffer, decode_from_node, encode, refusal_text
+from kvferry.node.wire import Document, DropQuery, ExplainQuery, Message, Role, StatusQuery
+
+TIMEOUT_S = 5.0
+READ_BYTES = 1 << 18
+
+
+class AdminClient:
+    """One connection. Raises ClosedError without a node, RetryError when it is silent, RefusedError."""
+
+    def __init__(self, socket_path: Path | str, *, token: str = "", timeout_s: float = TIMEOUT_S) -> None:
+        self._path = Path(socket_path)
+        self._timeout_s = timeout_s
+        self._frames = FrameBuffer()
+        self._sock: socket.socket = open_socket(self._path, timeout_s)
+        identity = Identity(role=Role.ADMIN, engine="admin", token=token)
+        handshake = Handshake(self._sock, identity, timeout_s=timeout_s)
+        try:
+            self.welcome = handshake.run()
+        except BaseException:
+            self._sock.close()
+            raise
+        finally:
+            handshake.close_descriptor()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def status(self) -> dict[str, Any]:
+        """``NodeStatistics`` as a document."""
+        return self._ask(StatusQuery())
+
+    def explain(self, request_id: str) -> list[dict[str, Any]]:
+        """Records (``node.explain.Record``) that match, newest first; empty when none does."""
+        found: list[dict[str, Any]] = self._ask(ExplainQuery(request_id=request_id))["requests"]
+        return found
+
+    def drop(self, tier: str, *, namespace: bytes = b"") -> int:
+        """Forget what a tier holds, of one namespace or all. Returns the bytes dropped."""
+        dropped: int = self._ask(DropQuery(tier=tier, namespace=namespace))["dropped_bytes"]
+        return dropped
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._sock.close()
+
+    def _ask(self, query: Message) -> dict[str, Any]:
+        give_up = time.monotonic() + self._timeout_s
+        try:
+            self._sock.settimeout(self._timeout_s)
+            self._sock.sendall(encode(query))
+            while True:
+                self._sock.settimeout(max(0.001, give_up - time.monotonic()))
+                data = self._sock.recv(READ_BYTES)
+                if not data:
+                    raise ClosedError(f"the node at {self._path} closed the connection")
+                for payload in self._frames.feed(data):
+                    refusal = refusal_text(payload)
+                    if refusal is not None:
+                        raise RefusedError(refusal)
+                    message = decode_from_node(payload)
+                    if isinstance(message, Document):
+                        if message.error:
+                            raise RefusedError(message.error)
+                        answer: dict[str, Any] = json.loads(message.json)
+                        return answer
+        except TimeoutError as error:
+            raise RetryError(
+                f"the node at {self._path} did not answer within {self._timeout_s:.0f} s; is it stopped?"
+            ) from error
+        except OSError as error:
+            raise ClosedError(f"the connection to the node at {self._path} is lost: {error}") from error

@@ -1,0 +1,219 @@
+"""What a node does with each message. Decisions are elsewhere; this room routes and releases."""
+
+import os
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+
+import msgspec
+
+from kvferry import __version__
+from kvferry.errors import BrokenError, RefusedError
+from kvferry.node.counters import EngineStatus, NodeStatistics
+from kvferry.node.estimate import Estimator
+from kvferry.node.loading import Loads
+from kvferry.node.lookups import Lookups
+from kvferry.node.saves import Saves
+from kvferry.node.server import Connection
+from kvferry.node.state import Namespace, NodeState
+from kvferry.node.wire import (
+    PROTOCOL,
+    Abandon,
+    Attach,
+    Attached,
+    Commit,
+    Copied,
+    Corrupt,
+    Document,
+    DropQuery,
+    EndLoad,
+    ExplainQuery,
+    FromClient,
+    Hello,
+    Join,
+    Lookup,
+    Ping,
+    Pong,
+    Report,
+    Reserve,
+    Role,
+    StatusQuery,
+    Welcome,
+)
+
+MAX_NAMESPACES_PER_CONNECTION = 64
+
+
+class App:
+    """``server.Handler`` of a node; loop thread only. statistics: of the whole node, for status."""
+
+    def __init__(self, state: NodeState, *, statistics: Callable[[], NodeStatistics]) -> None:
+        self.state = state
+        self.loads = Loads(state)
+        self.saves = Saves(state, self.loads)
+        self.estimator = Estimator(state)
+        self.lookups = Lookups(state, self.loads, self.estimator)
+        self._statistics = statistics
+        self._attached: dict[Connection, dict[bytes, Namespace]] = {}
+
+    def welcome(self, connection: Connection, hello: Hello) -> tuple[Welcome, int | None]:
+        """See ``server.Handler``."""
+        self._attached[connection] = {}
+        answer = Welcome(
+            protocol=PROTOCOL,
+            version=__version__,
+            epoch=self.state.epoch,
+            pid=os.getpid(),
+            pool_bytes=self.state.arena.nbytes,
+        )
+        return answer, None if hello.role is Role.ADMIN else self.state.arena.fd
+
+    def closed(self, connection: Connection) -> None:
+        """See ``server.Handler``."""
+        self.lookups.disconnected(connection)
+        self.loads.disconnected(connection)
+        self.saves.disconnected(connection)
+        self._attached.pop(connection, None)
+
+    def refused(self, cause: str) -> None:
+        """See ``server.Handler``."""
+        self.state.counters.refused_connections[cause] += 1
+
+    def message(self, connection: Connection, message: FromClient) -> None:
+        """See ``server.Handler``."""
+        match message:
+            case Copied(load_id=load_id, part=part, chunks=chunks):
+                self.loads.copied(load_id, part, chunks)
+            case Lookup():
+                self.lookups.lookup(connection, message, self._space(connection, message.namespace))
+            case Join(load_id=load_id, epoch=epoch, part=part):
+                self.loads.join(connection, load_id, epoch=epoch, part=part)
+            case EndLoad(load_id=load_id):
+                self.loads.end(load_id, asked_by=connection)
+            case Reserve():
+                self.saves.reserve(connection, message, self._space(connection, message.namespace))
+            case Commit():
+                self.saves.commit(connection, message, self._space(connection, message.namespace))
+            case Abandon():
+                self.saves.abandon(connection, message, self._space(connection, message.namespace))
+            case Corrupt(load_id=load_id, part=part, chunk=chunk):
+                self.loads.corrupt(load_id, part, chunk)
+            case _:
+                self._rare_message(connection, message)
+
+    def engines(self) -> tuple[EngineStatus, ...]:
+        """Who is connected; admin connections are not engines."""
+        found: list[EngineStatus] = []
+        for connection, spaces in self._attached.items():
+            hello = connection.hello
+            if hello is None or hello.role is Role.ADMIN:
+                continue
+            space = next(iter(spaces.values()), None)
+            found.append(
+                EngineStatus(
+                    engine=hello.engine,
+                    role=hello.role.value,
+                    rank=hello.rank,
+                    pid=hello.pid,
+                    version=hello.version,
+                    label=space.label if space is not None else "",
+                    domain=space.domain if space is not None else "",
+                    loads=self.loads.count(connection),
+                    reservations=self.saves.count(connection),
+                )
+            )
+        return tuple(found)
+
+    def after_turn(self) -> None:
+        """At the end of every wake-up of the loop."""
+        self.loads.after_turn()
+
+    def _rare_message(self, connection: Connection, message: FromClient) -> None:
+        match message:
+            case Attach():
+                self._attach(connection, message)
+            case Report():
+                self.state.explain.report(message, self.state.loop.clock())
+                self.state.counters.engine_failed_tokens += message.failed_tokens
+            case Ping():
+                connection.send(Pong())
+            case StatusQuery():
+                connection.send(Document(json=msgspec.json.encode(self._statistics())))
+            case ExplainQuery(request_id=request_id):
+                records = self.state.explain.find(request_id)
+                connection.send(Document(json=msgspec.json.encode({"requests": records})))
+            case DropQuery():
+                connection.send(self._drop(message))
+            case _:
+                raise RefusedError(f"unexpected {type(message).__name__}")
+
+    def _attach(self, connection: Connection, message: Attach) -> None:
+        spaces = self._attached[connection]
+        space = Namespace(
+            namespace=message.namespace,
+            part_bytes=message.part_bytes,
+            chunk_tokens=message.chunk_tokens,
+            domain=message.domain,
+            label=message.label,
+        )
+        error = ""
+        try:
+            if len(spaces) >= MAX_NAMESPACES_PER_CONNECTION:
+                raise RefusedError(f"a connection has {MAX_NAMESPACES_PER_CONNECTION} namespaces at most")
+            known = self.state.namespaces.get(message.namespace)
+            if known is not None and replace(known, label=space.label) != space:
+                raise RefusedError(
+                    f"namespace {message.namespace.hex()} is in use with other sizes: {known.chunk_tokens} "
+                    f"tokens and {known.part_bytes} bytes per chunk, not {space.chunk_tokens} and "
+                    f"{space.part_bytes}"
+                )
+            self.state.catalogue.register(space.namespace, space.part_bytes, space.domain)
+        except RefusedError as refusal:
+            error = str(refusal)
+        else:
+            self.state.namespaces[space.namespace] = space
+            spaces[space.namespace] = space
+        connection.send(Attached(namespace=message.namespace, error=error))
+
+    def _space(self, connection: Connection, namespace: bytes) -> Namespace:
+        space = self._attached[connection].get(namespace)
+        if space is None:
+            raise RefusedError(f"namespace {namespace.hex()} was not attached on this connection")
+        return space
+
+    def _drop(self, message: DropQuery) -> Document:
+        if message.tier != "memory":
+            return Document(error="a node drops its memory only; to empty Valkey, use FLUSHALL there")
+        namespace = message.namespace or None
+        if namespace is not None and namespace not in self.state.namespaces:
+            return Document(error=f"unknown namespace {namespace.hex()}")
+        freed = self.state.catalogue.drop(namespace)
+        return Document(json=msgspec.json.encode({"dropped_bytes": freed}))
+
+
+def snapshot(
+    app: App, *, started: float, socket_path: str, huge_bytes: int, prepared_bytes: int
+) -> NodeStatistics:
+    """Of the whole node. Raises BrokenError when the node is closed."""
+    state = app.state
+    if state.arena.closed:
+        raise BrokenError("statistics of a node that is closed")
+    return NodeStatistics(
+        pid=os.getpid(),
+        version=__version__,
+        epoch=state.epoch,
+        uptime_s=state.loop.clock() - started,
+        socket_path=socket_path,
+        pool_bytes=state.arena.nbytes,
+        huge_bytes=huge_bytes,
+        prepared_bytes=prepared_bytes,
+        catalogue=state.catalogue.statistics(),
+        tier=state.tier.statistics() if state.tier is not None else None,
+        engines=app.engines(),
+        counters=deepcopy(state.counters),
+        loads=len(app.loads),
+        fetches=app.loads.fetches,
+        writeback_backlog_bytes=app.saves.backlog.backlog_bytes,
+        writeback_backlog_parts=app.saves.backlog.backlog_parts,
+        defects=state.loop.defects,
+    )

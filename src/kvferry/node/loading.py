@@ -1,0 +1,380 @@
+"""Performs loads: pins, reservations, fetches, and the stream of ready parts to the workers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvferry.errors import BrokenError, RefusedError
+from kvferry.identity.names import PartKey, PartRef
+from kvferry.node.fetches import Batch, FetchTable, Waiter
+from kvferry.node.framing import join_checksums
+from kvferry.node.loads import At, LeftOver, Load, PartState
+from kvferry.node.loop import Timer
+from kvferry.node.server import Connection
+from kvferry.node.state import FETCHER, Namespace, NodeState
+from kvferry.node.wire import MAX_BATCH, LoadEnded, PartsReady, Place, Reason
+from kvferry.pool.entries import Declined, DeclineReason, Owner, Slot
+from kvferry.tiers.contract import FetchItem, FetchResult, Outcome, Transfer
+
+MAX_LOADS_PER_CONNECTION = 1024
+LEASE_GRACE_S = 60.0  # after its deadline, a load that nobody ended is reclaimed
+WINDOW_DIVISOR = 2  # one load may hold this fraction of the pool while it streams
+
+_REASONS = {
+    Outcome.MISS: Reason.GONE,
+    Outcome.CORRUPT: Reason.CORRUPT,
+    Outcome.REFUSED: Reason.TIER_DOWN,
+    Outcome.LATE: Reason.DEADLINE,
+    Outcome.FAILED: Reason.FAILED,
+}
+
+
+@dataclass(slots=True, eq=False)
+class LiveLoad:
+    """A load and what the driver keeps for it. connection: the scheduler's, which owns it."""
+
+    load_id: int
+    request_id: str
+    connection: Connection
+    space: Namespace
+    owner: Owner
+    load: Load
+    first_chunk: int
+    started: float
+    deadline: float
+    stall_s: float
+    progress: float
+    listeners: dict[int, Connection] = field(default_factory=dict[int, Connection])
+    unsent: dict[int, list[Place]] = field(default_factory=dict[int, list[Place]])
+    fetched_bytes: int = 0
+    told_end: dict[int, int] = field(default_factory=dict[int, int])
+    timer: Timer | None = None
+
+    def key(self, at: At) -> PartKey:
+        """The name of one of its parts."""
+        return PartKey(self.space.namespace, self.load.chunks[at.position], at.part)
+
+
+class Loads:
+    """All loads of a node. Every method runs on the loop's thread."""
+
+    def __init__(self, state: NodeState) -> None:
+        self._state = state
+        self._loads: dict[int, LiveLoad] = {}
+        self._by_connection: dict[Connection, set[int]] = {}
+        self._fetches = FetchTable()
+        self._transfers: dict[int, Transfer] = {}
+        self._blocked: dict[LiveLoad, None] = {}
+        self._talking: dict[LiveLoad, None] = {}
+        self._room_changed = False
+        self._last_id = 0
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    @property
+    def fetches(self) -> int:
+        """Parts that are being fetched now."""
+        return len(self._fetches)
+
+    def count(self, connection: Connection) -> int:
+        """Loads that this connection owns."""
+        return len(self._by_connection.get(connection, ()))
+
+    def start(
+        self,
+        *,
+        connection: Connection,
+        request_id: str,
+        space: Namespace,
+        owner: Owner,
+        chunks: tuple[bytes, ...],
+        pinned: dict[At, Slot],
+        first_chunk: int,
+        deadline_s: float,
+        stall_s: float,
+    ) -> LiveLoad:
+        """Begin a load. pinned: parts that ``owner`` holds already. The owner belongs to the load now."""
+        now = self._state.loop.clock()
+        window = max(space.chunk_bytes, self._state.arena.nbytes // WINDOW_DIVISOR)
+        self._last_id += 1
+        live = LiveLoad(
+            load_id=self._last_id,
+            request_id=request_id,
+            connection=connection,
+            space=space,
+            owner=owner,
+            load=Load(chunks=chunks, part_bytes=space.part_bytes, window_bytes=window),
+            first_chunk=first_chunk,
+            started=now,
+            deadline=now + deadline_s,
+            stall_s=stall_s,
+            progress=now,
+        )
+        self._loads[live.load_id] = live
+        self._by_connection.setdefault(connection, set()).add(live.load_id)
+        self._state.counters.loads += 1
+        for at, slot in pinned.items():
+            live.load.found(at)
+            self._arrived(live, at, slot)
+        self._advance(live)
+        if live.load_id in self._loads:
+            self._watch(live)
+        return live
+
+    def announce(self, live: LiveLoad) -> tuple[Place, ...]:
+        """The places for the answer; the rest is pushed to the workers that join."""
+        places = sorted(
+            (place for unsent in live.unsent.values() for place in unsent),
+            key=lambda place: (place.chunk, place.part),
+        )
+        live.unsent.clear()
+        for place in places[MAX_BATCH:]:
+            live.unsent.setdefault(place.part, []).append(place)
+        return tuple(places[:MAX_BATCH])
+
+    def join(self, connection: Connection, load_id: int, *, epoch: int, part: int) -> None:
+        """A worker listens for one part number from now on."""
+        live = self._loads.get(load_id)
+        if live is None or epoch != self._state.epoch:
+            reason = Reason.ENDED if epoch == self._state.epoch else Reason.EPOCH
+            connection.send(LoadEnded(load_id=load_id, part=part, chunk=0, reason=reason))
+            return
+        if part >= len(live.space.part_bytes):
+            raise RefusedError(f"part {part} of a load whose chunks have {len(live.space.part_bytes)}")
+        live.listeners[part] = connection
+        self._talking[live] = None
+
+    def copied(self, load_id: int, part: int, chunks: Sequence[int]) -> None:
+        """A worker has copied and verified these. Late messages about a load that is over are normal."""
+        live = self._loads.get(load_id)
+        if live is None:
+            return
+        for chunk in chunks:
+            at = At(chunk - live.first_chunk, part)
+            if 0 <= at.position < live.load.end and live.load.state(at) is PartState.READY:
+                live.load.copied(at)
+                self._state.catalogue.unpin(live.key(at), live.owner)
+                live.progress = self._state.loop.clock()
+                self._room_changed = True
+
+    def corrupt(self, load_id: int, part: int, chunk: int) -> None:
+        """A copy did not match: remove the part everywhere, and end the load there."""
+        live = self._loads.get(load_id)
+        if live is None:
+            return
+        at = At(chunk - live.first_chunk, part)
+        if not 0 <= at.position < live.load.end or part >= len(live.space.part_bytes):
+            return
+        self._state.counters.corrupt_parts += 1
+        key = live.key(at)
+        self._state.catalogue.unlink(key)
+        if self._state.tier is not None:
+            self._state.tier.remove([PartRef(key, live.space.part_bytes[part])])
+        self._cut(live, at.position, Reason.CORRUPT)
+
+    def end(self, load_id: int, reason: Reason = Reason.ENDED, *, asked_by: Connection | None = None) -> None:
+        """The load is over: give back all that is left. Unknown ids are loads that ended before.
+
+        asked_by: only the connection that owns the load may end it.
+        """
+        live = self._loads.get(load_id)
+        if live is None or asked_by not in (None, live.connection):
+            return
+        del self._loads[load_id]
+        failed = None
+        if live.load.end < len(live.load.chunks):
+            failed = live.first_chunk + live.load.end
+        outcome = live.load.reason
+        self._state.catalogue.refresh(live.space.namespace, live.load.chunks)
+        self._give_back(live, live.load.finish(reason))
+        self._state.catalogue.release_owner(live.owner)
+        self._room_changed = True
+        if live.timer is not None:
+            live.timer.cancel()
+        self._blocked.pop(live, None)
+        self._talking.pop(live, None)
+        owned = self._by_connection.get(live.connection)
+        if owned is not None:
+            owned.discard(load_id)
+            if not owned:
+                del self._by_connection[live.connection]
+        self._state.explain.ended(
+            live.request_id,
+            load_s=self._state.loop.clock() - live.started,
+            reason=outcome if reason is Reason.ENDED else reason,
+            failed_chunk=failed,
+        )
+        for part, connection in live.listeners.items():
+            connection.send(LoadEnded(load_id=load_id, part=part, chunk=live.first_chunk, reason=reason))
+
+    def disconnected(self, connection: Connection) -> None:
+        """Its own loads end; loads it listened to go on for the other ranks."""
+        for load_id in list(self._by_connection.get(connection, ())):
+            self.end(load_id)
+        for live in self._loads.values():
+            for part in [part for part, listener in live.listeners.items() if listener is connection]:
+                del live.listeners[part]
+
+    def room_changed(self) -> None:
+        """Pins or reservations elsewhere have ended: blocked loads look again at the end of the turn."""
+        self._room_changed = True
+
+    def after_turn(self) -> None:
+        """Move blocked loads on, then send what has become ready."""
+        if self._room_changed:
+            self._room_changed = False
+            blocked, self._blocked = self._blocked, {}
+            for live in blocked:
+                self._advance(live)
+        talking, self._talking = self._talking, {}
+        for live in talking:
+            self._tell(live)
+
+    def _advance(self, live: LiveLoad) -> None:
+        """Reserve and fetch what the window allows."""
+        state = self._state
+        batch = self._fetches.new_batch()
+        items: list[FetchItem] = []
+        while (at := live.load.next_wanted()) is not None:
+            key = live.key(at)
+            slot = state.catalogue.pin(key, live.owner)
+            if slot is not None:
+                live.load.found(at)
+                self._arrived(live, at, slot)
+                continue
+            if self._fetches.known(key):
+                live.load.fetching(at)
+                self._fetches.join(key, Waiter(live.load_id, at))
+                state.counters.shared_fetches += 1
+                continue
+            nbytes = live.space.part_bytes[at.part]
+            given = state.catalogue.reserve(key, nbytes, FETCHER)
+            if isinstance(given, Declined):
+                if not self._wait_for_room(live, given.reason):
+                    self._cut(live, at.position, Reason.POOL_FULL)
+                break
+            live.load.fetching(at)
+            self._fetches.begin(key, batch, Waiter(live.load_id, at))
+            items.append(FetchItem(PartRef(key, nbytes), state.arena.view(given.slot.offset, nbytes)))
+        else:
+            if live.load.window_full():
+                self._blocked[live] = None
+        state.note_evictions()
+        if items:
+            self._fetch(live, batch, items)
+
+    def _wait_for_room(self, live: LiveLoad, reason: DeclineReason) -> bool:
+        """Whether this load can go on later: never when nothing that it holds or waits for can end."""
+        elsewhere = reason in (DeclineReason.FILLING, DeclineReason.UNLINKED, DeclineReason.EXISTS)
+        if elsewhere or live.load.waits_for_room():
+            self._blocked[live] = None
+            return True
+        return False
+
+    def _fetch(self, live: LiveLoad, batch: Batch, items: list[FetchItem]) -> None:
+        tier = self._state.tier
+        if tier is None:
+            raise BrokenError("a load wants parts from a tier, and there is none")
+        keys = [item.ref.key for item in items]
+        post = self._state.loop.post
+
+        def done(index: int, result: FetchResult) -> None:
+            post(partial(self._fetched, keys[index], result))
+
+        batch.deadline = live.deadline
+        self._transfers[batch.number] = tier.fetch(items, deadline=live.deadline, done=done)
+
+    def _fetched(self, key: PartKey, result: FetchResult) -> None:
+        """The tier is done with one part: its slot is nobody's but ours again."""
+        state = self._state
+        waiters, batch = self._fetches.finish(key)
+        if batch.unfinished == 0:
+            self._transfers.pop(batch.number, None)
+        self._room_changed = True
+        if result.outcome is Outcome.OK:
+            state.counters.fetched_parts += 1
+            state.catalogue.commit(key, FETCHER, result.checksums)
+        else:
+            state.catalogue.abandon(key, FETCHER)
+            if result.outcome is not Outcome.LATE or not batch.cancelled:
+                state.counters.failed[_REASONS[result.outcome].value] += 1
+        now = state.loop.clock()
+        for waiter in waiters:
+            live = self._loads.get(waiter.load_id)
+            if live is None:
+                continue
+            slot = state.catalogue.pin(key, live.owner) if result.outcome is Outcome.OK else None
+            if slot is not None:
+                live.progress = now
+                live.fetched_bytes += slot.nbytes
+                live.load.arrived(waiter.at)
+                self._arrived(live, waiter.at, slot)
+            elif result.outcome is Outcome.LATE and live.deadline > now and batch.ends_before(live.deadline):
+                # It was late for the load that began it, not for this one, which fetches it itself.
+                live.load.wanted_again(waiter.at)
+                self._blocked[live] = None
+            else:
+                self._cut(live, waiter.at.position, _REASONS.get(result.outcome, Reason.GONE))
+
+    def _arrived(self, live: LiveLoad, at: At, slot: Slot) -> None:
+        live.unsent.setdefault(at.part, []).append(self._place(live, at, slot))
+        self._talking[live] = None
+
+    def _cut(self, live: LiveLoad, position: int, reason: Reason) -> None:
+        self._give_back(live, live.load.cut(position, reason))
+        self._talking[live] = None
+
+    def _give_back(self, live: LiveLoad, left: LeftOver) -> None:
+        for at in left.ready:
+            self._state.catalogue.unpin(live.key(at), live.owner)
+        for at in left.fetching:
+            batch = self._fetches.leave(live.key(at), Waiter(live.load_id, at))
+            if batch is not None and batch.number in self._transfers:
+                self._transfers[batch.number].cancel()
+        self._room_changed = True
+
+    def _tell(self, live: LiveLoad) -> None:
+        """Send each joined worker what is ready for it, and where its part ends if it was cut."""
+        for part, connection in list(live.listeners.items()):
+            end = live.load.end
+            places = [p for p in live.unsent.pop(part, ()) if p.chunk - live.first_chunk < end]
+            for at in range(0, len(places), MAX_BATCH):
+                connection.send(PartsReady(load_id=live.load_id, places=tuple(places[at : at + MAX_BATCH])))
+            if end < len(live.load.chunks) and live.told_end.get(part) != end:
+                live.told_end[part] = end
+                connection.send(
+                    LoadEnded(
+                        load_id=live.load_id,
+                        part=part,
+                        chunk=live.first_chunk + end,
+                        reason=live.load.reason,
+                    )
+                )
+
+    def _watch(self, live: LiveLoad) -> None:
+        """One timer per load: the stall timeout while fetching, the deadline, then the lease."""
+        now = self._state.loop.clock()
+        if now >= live.deadline + LEASE_GRACE_S:
+            self._state.counters.loads_expired += 1
+            self.end(live.load_id, Reason.EXPIRED)
+            return
+        missing = live.load.first_missing()
+        if missing is None or live.load.end == 0:
+            when = live.deadline + LEASE_GRACE_S
+        elif now >= live.deadline or now >= live.progress + live.stall_s:
+            reason = Reason.DEADLINE if now >= live.deadline else Reason.STALLED
+            self._state.counters.failed[reason.value] += 1
+            self._cut(live, missing, reason)
+            when = live.deadline + LEASE_GRACE_S
+        else:
+            when = min(live.deadline, live.progress + live.stall_s)
+        live.timer = self._state.loop.at(when, partial(self._watch, live))
+
+    def _place(self, live: LiveLoad, at: At, slot: Slot) -> Place:
+        return Place(
+            chunk=live.first_chunk + at.position,
+            part=at.part,
+            offset=slot.offset,
+            checksums=join_checksums(slot.checksums),
+        )

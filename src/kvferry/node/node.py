@@ -1,0 +1,185 @@
+"""A node: one per host. Usable inside a process (tests, tools) and as ``kvferry node``."""
+
+import contextlib
+import logging
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from kvferry import __version__
+from kvferry.config import NodeSettings, format_size
+from kvferry.errors import ClosedError, RetryError
+from kvferry.node.app import App, snapshot
+from kvferry.node.counters import NodeStatistics
+from kvferry.node.loop import Loop
+from kvferry.node.server import Server, peer_uid
+from kvferry.node.state import NodeState
+from kvferry.pool.arena import Arena
+from kvferry.pool.catalogue import Catalogue
+from kvferry.pool.prepare import PrepareThread
+from kvferry.pool.slots import SlotAllocator
+from kvferry.tiers.contract import Tier
+
+JOIN_S = 10.0
+STATISTICS_WAIT_S = 2.0
+
+log = logging.getLogger("kvferry.node")
+
+
+class Node:
+    """Owns the arena, the tier, the loop's thread and the socket. ``close`` ends all of it."""
+
+    def __init__(
+        self,
+        settings: NodeSettings,
+        *,
+        tier: Tier | None = None,
+        token: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        uid_of: Callable[[socket.socket], int] = peer_uid,
+    ) -> None:
+        """tier: used instead of what the settings name. Raises MisconfiguredError, one line."""
+        self.settings = settings
+        self._started = clock()
+        self._closed = False
+        self._running = False
+        with contextlib.ExitStack() as undo:
+            self._loop = Loop(after_turn=self._after_turn, clock=clock)
+            undo.callback(self._loop.close)
+            self._tier = tier if tier is not None else _tier(settings)
+            if self._tier is not None:
+                undo.callback(self._tier.close)
+            self._arena = Arena.create(settings.pool_bytes)
+            undo.callback(self._arena.close)
+            state = NodeState(
+                loop=self._loop,
+                arena=self._arena,
+                catalogue=Catalogue(SlotAllocator(self._arena.nbytes)),
+                tier=self._tier,
+                epoch=secrets.randbits(62) | 1,
+                deadline_cap_s=settings.deadline_cap_ms / 1000,
+            )
+            self._app = App(state, statistics=self._snapshot)
+            self._server = Server(
+                settings.socket_path, loop=self._loop, handler=self._app, token=token, uid_of=uid_of
+            )
+            undo.pop_all()
+        self._prepare = PrepareThread(self._arena)
+        self._thread = threading.Thread(target=self._loop.run, name="kvferry-node", daemon=True)
+
+    @property
+    def epoch(self) -> int:
+        """Names this node process; handles of another epoch are refused."""
+        return self._app.state.epoch
+
+    def start(self) -> None:
+        """Serve, on a thread of its own."""
+        self._running = True
+        self._prepare.start()
+        self._thread.start()
+
+    def serve(self) -> None:
+        """Serve on the calling thread until ``stop``."""
+        self._running = True
+        self._prepare.start()
+        try:
+            self._loop.run()
+        finally:
+            self._running = False
+
+    def stop(self) -> None:
+        """Ask the loop to end; from any thread or signal handler."""
+        self._loop.stop()
+
+    def statistics(self) -> NodeStatistics:
+        """A snapshot, from any thread. Raises ClosedError, or RetryError when the node is too busy."""
+        if self._closed:
+            raise ClosedError("the node is closed")
+        if not self._running:
+            return self._snapshot()
+        box: list[NodeStatistics] = []
+        done = threading.Event()
+
+        def take() -> None:
+            box.append(self._snapshot())
+            done.set()
+
+        self._loop.post(take)
+        if not done.wait(STATISTICS_WAIT_S):
+            raise RetryError(f"the node's loop gave no statistics within {STATISTICS_WAIT_S:.0f} s")
+        return box[0]
+
+    def check(self) -> None:
+        """Raise BrokenError when the pool's invariants do not hold (tests; the node must be idle)."""
+        self._app.state.catalogue.check()
+
+    def close(self) -> None:
+        """Stop, end all connections and transfers, free the memory. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.stop()
+        if self._thread.is_alive():
+            self._thread.join(JOIN_S)
+        self._server.close()
+        self._prepare.close()
+        if self._tier is not None:
+            self._tier.close()  # every transfer has ended after this: nothing touches the arena
+        self._loop.close()
+        self._arena.close()
+
+    def _after_turn(self) -> None:
+        self._app.after_turn()
+        self._server.flush()
+
+    def _snapshot(self) -> NodeStatistics:
+        prepared = self._prepare.statistics()
+        return snapshot(
+            self._app,
+            started=self._started,
+            socket_path=str(self.settings.socket_path),
+            huge_bytes=prepared.huge_bytes,
+            prepared_bytes=prepared.populated_bytes,
+        )
+
+
+def _tier(settings: NodeSettings) -> Tier | None:
+    if settings.valkey is None:
+        return None
+    from kvferry.tiers.valkey.settings import ValkeySettings
+    from kvferry.tiers.valkey.tier import ValkeyTier
+
+    return ValkeyTier.connect(ValkeySettings(url=settings.valkey))
+
+
+def run(settings: NodeSettings) -> int:
+    """``kvferry node``: serve until SIGTERM or SIGINT. Raises MisconfiguredError at start-up."""
+    from kvferry.observe.exposition import MetricsPage
+
+    with contextlib.ExitStack() as stack:
+        node = Node(settings)
+        stack.callback(node.close)
+        if settings.metrics_port:
+            page = MetricsPage(node.statistics, port=settings.metrics_port)
+            stack.callback(page.close)
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            del frame
+            log.info("stopping on %s", signal.Signals(number).name)
+            node.stop()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, stop)
+        log.info(
+            "kvferry %s at %s: pool %s, %s",
+            __version__,
+            settings.socket_path,
+            format_size(settings.pool_bytes),
+            f"behind it {settings.valkey}" if settings.valkey else "memory only",
+        )
+        node.serve()
+    return 0

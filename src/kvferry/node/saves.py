@@ -1,0 +1,230 @@
+"""Reservations and commits of engines, and the write-back of what they commit."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
+
+from kvferry.errors import BrokenError, RefusedError
+from kvferry.identity.names import PartKey, PartRef
+from kvferry.identity.stripes import stripe_plan
+from kvferry.node.framing import split_checksums, split_digests
+from kvferry.node.loading import Loads
+from kvferry.node.loop import Timer
+from kvferry.node.server import Connection
+from kvferry.node.state import WRITER, Namespace, NodeState
+from kvferry.node.wire import Abandon, Commit, Reserve, Reserved, ReservedPlace, ReserveOutcome
+from kvferry.node.writeback import Unsaved, WriteBack
+from kvferry.pool.entries import Declined, DeclineReason, Owner
+from kvferry.pool.entries import Reserved as Granted
+from kvferry.tiers.contract import Outcome, StoreItem
+
+MAX_RESERVATIONS_PER_CONNECTION = 8192
+RESERVATION_LEASE_S = 60.0
+PROBE_DEADLINE_S = 2.0
+STORE_DEADLINE_S = 30.0
+BACKLOG_DIVISOR = 4  # the backlog may pin this fraction of the pool
+MAX_BATCH_BYTES = 256 << 20
+
+_OUTCOMES = {
+    DeclineReason.EXISTS: ReserveOutcome.EXISTS,
+    DeclineReason.FILLING: ReserveOutcome.BUSY,
+    DeclineReason.UNLINKED: ReserveOutcome.BUSY,
+    DeclineReason.FULL: ReserveOutcome.FULL,
+    DeclineReason.TOO_LARGE: ReserveOutcome.TOO_LARGE,
+}
+_FULL = ReservedPlace(ReserveOutcome.FULL, 0)
+
+
+class Saves:
+    """All reservations and the backlog of a node; loop thread only."""
+
+    def __init__(self, state: NodeState, loads: Loads) -> None:
+        self._state = state
+        self._loads = loads
+        self._owners: dict[Connection, Owner] = {}
+        self._leases: OrderedDict[tuple[Connection, PartKey], float] = OrderedDict()
+        self._held: dict[Connection, int] = {}
+        self._timer: Timer | None = None
+        self._backlog = WriteBack(
+            max_bytes=state.arena.nbytes // BACKLOG_DIVISOR,
+            max_batch_bytes=min(MAX_BATCH_BYTES, state.arena.nbytes // BACKLOG_DIVISOR),
+        )
+
+    @property
+    def backlog(self) -> WriteBack:
+        """What is on its way to the tier."""
+        return self._backlog
+
+    def count(self, connection: Connection) -> int:
+        """Slots that this connection has reserved and not yet filled."""
+        return self._held.get(connection, 0)
+
+    def reserve(self, connection: Connection, message: Reserve, space: Namespace) -> None:
+        """Answer with a slot, or with why not, for each wanted chunk."""
+        state = self._state
+        if message.part >= len(space.part_bytes):
+            raise RefusedError(f"part {message.part} of chunks that have {len(space.part_bytes)}")
+        wanted = split_digests(message.chunks)
+        mark = state.catalogue.refresh(space.namespace, [*split_digests(message.prefix), *wanted])
+        owner = self._owners.get(connection)
+        if owner is None:
+            owner = self._owners[connection] = next(state.owners)
+        nbytes = space.part_bytes[message.part]
+        expires = state.loop.clock() + RESERVATION_LEASE_S
+        places: list[ReservedPlace] = []
+        for chunk in wanted:
+            key = PartKey(space.namespace, chunk, message.part)
+            if self.count(connection) >= MAX_RESERVATIONS_PER_CONNECTION:
+                state.counters.reserve_declined["limit"] += 1
+                places.append(_FULL)
+                continue
+            given = state.catalogue.reserve(key, nbytes, owner, spare_from=mark)
+            if isinstance(given, Declined):
+                state.counters.reserve_declined[given.reason.value] += 1
+                places.append(ReservedPlace(_OUTCOMES[given.reason], 0))
+            else:
+                places.append(self._granted(connection, key, given, expires))
+        state.note_evictions()
+        self._watch_leases()
+        connection.send(Reserved(ticket=message.ticket, places=tuple(places)))
+
+    def commit(self, connection: Connection, message: Commit, space: Namespace) -> None:
+        """Publish, and queue for the tier. A slot whose lease has ended is counted and forgotten."""
+        state = self._state
+        stripes = self._stripes(space, message.part)
+        for filled in message.filled:
+            key = PartKey(space.namespace, filled.digest, message.part)
+            checksums = split_checksums(filled.checksums)
+            if len(checksums) != stripes:
+                raise RefusedError(f"{len(checksums)} checksums for a part of {stripes} stripes")
+            if not self._release(connection, key):
+                state.counters.store_failed["lease-ended"] += 1
+                continue
+            state.catalogue.commit(key, self._owners[connection], checksums)
+            state.counters.committed_parts += 1
+            state.counters.committed_bytes += space.part_bytes[message.part]
+            self._offer(key, space.part_bytes[message.part], checksums)
+        self._loads.room_changed()
+        self._write_back()
+
+    def abandon(self, connection: Connection, message: Abandon, space: Namespace) -> None:
+        """Take slots back."""
+        for chunk in split_digests(message.chunks):
+            key = PartKey(space.namespace, chunk, message.part)
+            if self._release(connection, key):
+                self._state.catalogue.abandon(key, self._owners[connection])
+                self._state.counters.store_failed["abandoned"] += 1
+        self._loads.room_changed()
+
+    def disconnected(self, connection: Connection) -> None:
+        """Reserved slots come back."""
+        owner = self._owners.pop(connection, None)
+        if owner is None:
+            return
+        if self._held.pop(connection, 0):
+            for lease in [lease for lease in self._leases if lease[0] is connection]:
+                del self._leases[lease]
+                self._state.counters.store_failed["engine-gone"] += 1
+        self._state.catalogue.release_owner(owner)
+        self._loads.room_changed()
+
+    def _granted(self, connection: Connection, key: PartKey, given: Granted, expires: float) -> ReservedPlace:
+        self._leases[connection, key] = expires
+        self._held[connection] = self.count(connection) + 1
+        self._state.counters.reserved_parts += 1
+        return ReservedPlace(ReserveOutcome.RESERVED, given.slot.offset)
+
+    def _release(self, connection: Connection, key: PartKey) -> bool:
+        """Whether this reservation was there; it is not any more."""
+        if self._leases.pop((connection, key), None) is None:
+            return False
+        self._held[connection] -= 1
+        return True
+
+    def _watch_leases(self) -> None:
+        """One timer, for the oldest lease: all leases are equally long."""
+        if self._timer is None and self._leases:
+            self._timer = self._state.loop.at(next(iter(self._leases.values())), self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        now = self._state.loop.clock()
+        while self._leases:
+            (connection, key), expires = next(iter(self._leases.items()))
+            if expires > now:
+                break
+            self._release(connection, key)
+            self._state.catalogue.abandon(key, self._owners[connection])
+            self._state.counters.reservations_expired += 1
+            self._loads.room_changed()
+        self._watch_leases()
+
+    def _stripes(self, space: Namespace, part: int) -> int:
+        if part >= len(space.part_bytes):
+            raise RefusedError(f"part {part} of chunks that have {len(space.part_bytes)}")
+        return len(stripe_plan(space.part_bytes[part]))
+
+    # ---- write-back
+
+    def _offer(self, key: PartKey, nbytes: int, checksums: tuple[bytes, ...]) -> None:
+        if self._state.tier is None:
+            return
+        slot = self._state.catalogue.pin(key, WRITER)
+        if slot is None:
+            return  # unlinked while it was being filled
+        if not self._backlog.offer(Unsaved(PartRef(key, nbytes), slot.offset, checksums)):
+            self._state.catalogue.unpin(key, WRITER)
+            self._state.counters.store_dropped_parts += 1
+
+    def _write_back(self) -> None:
+        """Put the next batch under way: first ask which parts are there already."""
+        tier = self._state.tier
+        batch = self._backlog.take()
+        if tier is None or not batch:
+            return
+        post = self._state.loop.post
+        tier.probe(
+            [unsaved.ref for unsaved in batch],
+            deadline=self._state.loop.clock() + PROBE_DEADLINE_S,
+            done=lambda outcomes: post(partial(self._checked, batch, outcomes)),
+        )
+
+    def _checked(self, batch: Sequence[Unsaved], outcomes: Sequence[Outcome]) -> None:
+        tier = self._state.tier
+        if tier is None:
+            raise BrokenError("a write-back without a tier")
+        missing: list[Unsaved] = []
+        for unsaved, outcome in zip(batch, outcomes, strict=True):
+            if outcome is Outcome.OK:
+                self._state.counters.store_present_parts += 1
+                self._done_with(unsaved)
+            elif outcome in (Outcome.MISS, Outcome.CORRUPT):
+                missing.append(unsaved)
+            else:
+                self._stored(unsaved, outcome)
+        if missing:
+            items = [
+                StoreItem(u.ref, self._state.arena.view(u.offset, u.ref.nbytes).toreadonly(), u.checksums)
+                for u in missing
+            ]
+            post = self._state.loop.post
+            tier.store(
+                items,
+                deadline=self._state.loop.clock() + STORE_DEADLINE_S,
+                done=lambda index, outcome: post(partial(self._stored, missing[index], outcome)),
+            )
+        self._write_back()
+
+    def _stored(self, unsaved: Unsaved, outcome: Outcome) -> None:
+        if outcome is Outcome.OK:
+            self._state.counters.stored_parts += 1
+            self._state.counters.stored_bytes += unsaved.ref.nbytes
+        else:
+            self._state.counters.store_failed[outcome.value] += 1
+        self._done_with(unsaved)
+        self._write_back()
+
+    def _done_with(self, unsaved: Unsaved) -> None:
+        self._state.catalogue.unpin(unsaved.ref.key, WRITER)
+        self._backlog.finished(unsaved)
+        self._loads.room_changed()

@@ -1,0 +1,77 @@
+"""What the parts of a node share: the pool, the tier, the loop, and the counts."""
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvferry.identity.names import PartKey
+from kvferry.node.counters import Counters
+from kvferry.node.explain import ExplainRing
+from kvferry.node.loop import Loop
+from kvferry.pool.arena import Arena
+from kvferry.pool.catalogue import Catalogue
+from kvferry.pool.entries import Owner
+from kvferry.tiers.contract import Tier
+
+FETCHER: Owner = 1  # fills slots from the tier
+WRITER: Owner = 2  # pins parts that are on their way to the tier
+FIRST_OWNER = 16
+MAX_REMEMBERED_EVICTIONS = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """As an engine attached it."""
+
+    namespace: bytes
+    part_bytes: tuple[int, ...]
+    chunk_tokens: int
+    domain: str
+    label: str
+
+    @property
+    def chunk_bytes(self) -> int:
+        """All parts of one chunk together."""
+        return sum(self.part_bytes)
+
+
+class Evictions:
+    """Which chunks left host memory lately, so that a miss can say so."""
+
+    def __init__(self) -> None:
+        self._chunks: OrderedDict[tuple[bytes, bytes], None] = OrderedDict()
+
+    def note(self, keys: Sequence[PartKey]) -> None:
+        """These parts were evicted."""
+        for key in keys:
+            self._chunks[key.namespace, key.chunk] = None
+        while len(self._chunks) > MAX_REMEMBERED_EVICTIONS:
+            self._chunks.popitem(last=False)
+
+    def has(self, namespace: bytes, chunk: bytes) -> bool:
+        """Was it evicted, as far as is remembered?"""
+        return (namespace, chunk) in self._chunks
+
+
+@dataclass(slots=True)
+class NodeState:
+    """Used on the loop's thread only."""
+
+    loop: Loop
+    arena: Arena
+    catalogue: Catalogue
+    tier: Tier | None
+    epoch: int
+    deadline_cap_s: float
+    counters: Counters = field(default_factory=Counters)
+    explain: ExplainRing = field(default_factory=ExplainRing)
+    evictions: Evictions = field(default_factory=Evictions)
+    namespaces: dict[bytes, Namespace] = field(default_factory=dict[bytes, Namespace])
+    owners: Iterator[Owner] = field(default_factory=lambda: itertools.count(FIRST_OWNER))
+
+    def note_evictions(self) -> None:
+        """After reservations: remember what had to go for them."""
+        evicted = self.catalogue.take_evicted()
+        if evicted:
+            self.evictions.note(evicted)
