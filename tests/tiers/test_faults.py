@@ -147,6 +147,7 @@ def test_out_of_memory_refuses_the_store_and_leaves_nothing_half_written() -> No
         try:
             assert "noeviction" in tier.statistics().detail["warning"]
             parts = [(some_ref(PART_BYTES, seed), some_bytes(PART_BYTES, seed)) for seed in range(6)]
+            _contents.update(parts)
             outcomes = store_all(tier, parts)
             assert Outcome.REFUSED in outcomes
             assert set(outcomes) <= {Outcome.OK, Outcome.REFUSED}
