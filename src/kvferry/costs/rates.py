@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 MEMORY_OF_A_SAMPLE = 0.96  # weight kept by older samples per new one
-SURPRISE_MEMORY = 0.25  # and per sample that is much faster than predicted: a bad spell is over
+SURPRISE_MEMORY = 0.1  # and per sample that is much faster than predicted: a bad spell is over
 SURPRISE_RATIO = 0.5
 MAX_SLOWDOWN_PER_SAMPLE = 8.0  # one stuck transfer is not a slow tier
 SMALL_BYTES = 256 << 10  # transfers below it tell little about bandwidth

@@ -1,0 +1,100 @@
+"""The prefill fit: right on clean data, unmoved by outliers, never negative, sane with little data."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.costs import PrefillFit, PrefillModel
+
+SIZES = [64, 128, 300, 700, 1500, 3000, 6000, 12000, 32000]
+models = st.builds(PrefillModel, st.floats(0.001, 0.5), st.floats(1e-5, 2e-3), st.floats(0, 1e-7))
+
+
+def fitted(model: PrefillModel, *, noise: float = 0.0, outliers: int = 0, seed: int = 1) -> PrefillModel:
+    randomness = random.Random(seed)
+    fit = PrefillFit()
+    samples = [(size, context) for size in SIZES for context in (0, 0, 512, 4096)]
+    slow = set(randomness.sample(range(len(samples)), outliers))
+    for index, (size, context) in enumerate(samples):
+        seconds = model.seconds(size, context) * randomness.uniform(1 - noise, 1 + noise)
+        fit.observe(size, context, seconds * (50 if index in slow else 1))
+    answer = fit.model()
+    assert answer is not None
+    return answer
+
+
+@settings(max_examples=40, deadline=None)
+@given(models)
+def test_clean_measurements_are_reproduced(model: PrefillModel) -> None:
+    fit = fitted(model)
+    for size in (100, 1000, 10_000, 30_000):
+        for context in (0, 2048):
+            assert fit.seconds(size, context) == pytest.approx(model.seconds(size, context), rel=0.1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(models, st.integers(0, 1000))
+def test_a_few_stuck_requests_move_nothing(model: PrefillModel, seed: int) -> None:
+    fit = fitted(model, noise=0.03, outliers=7, seed=seed)
+    for size in (128, 1000, 6000, 30_000):
+        assert fit.seconds(size) == pytest.approx(model.seconds(size), rel=0.25)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 100_000), st.integers(0, 100_000), st.floats(1e-6, 1e4)),
+        min_size=1,
+        max_size=40,
+    ),
+    st.integers(1, 200_000),
+    st.integers(0, 200_000),
+)
+def test_no_measurements_ever_lead_to_a_negative_or_infinite_time(
+    samples: list[tuple[int, int, float]], new: int, context: int
+) -> None:
+    fit = PrefillFit()
+    for sample in samples:
+        fit.observe(*sample)
+    model = fit.model()
+    assert model is not None
+    assert min(model.base_s, model.per_token_s, model.per_token2_s) >= 0
+    assert math.isfinite(model.seconds(new, context))
+    assert model.seconds(new + 1, context) >= model.seconds(new, context) >= 0
+
+
+def test_one_measurement_scales_with_the_tokens() -> None:
+    fit = PrefillFit()
+    assert fit.model() is None
+    fit.observe(1000, 0, 2.0)
+    model = fit.model()
+    assert model is not None
+    assert model.seconds(500) == pytest.approx(1.0)
+    assert model.seconds(0) == 0
+
+
+def test_context_costs_what_attending_to_it_costs() -> None:
+    model = PrefillModel(0.0, 1e-4, 1e-8)
+    whole = model.seconds(8000)
+    assert model.seconds(3000) + model.seconds(5000, 3000) == pytest.approx(whole)
+
+
+def test_what_is_no_measurement_is_ignored() -> None:
+    fit = PrefillFit()
+    for new, context, seconds in [(0, 0, 1.0), (5, -1, 1.0), (5, 0, 0.0), (5, 0, math.nan), (5, 0, math.inf)]:
+        fit.observe(new, context, seconds)
+    assert fit.model() is None
+
+
+def test_a_faster_machine_is_learnt_from_its_own_samples() -> None:
+    fit = PrefillFit()
+    for seconds in (10.0, 1.0):
+        for _ in range(10):
+            for size in SIZES:
+                fit.observe(size, 0, seconds * size / 1000)
+    model = fit.model()
+    assert model is not None
+    assert model.seconds(4000) == pytest.approx(4.0, rel=0.02)
