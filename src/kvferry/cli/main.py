@@ -1,6 +1,6 @@
 """``kvferry VERB``: finds the verb, and turns every expected error into one line and an exit code.
 
-Exit codes: 0 done, 1 it did not work (no node, a failed check), 2 bad input, 130 interrupted. A verb is
+Exit codes: 0 done, 1 it did not work (no node, a failed check), 2 bad input or refused, 130 interrupted. A verb is
 a module with ``add_arguments(parser)`` and ``main(args) -> int``, imported only when it is asked for.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol, cast
 
 from kvferry import __version__
-from kvferry.errors import KvferryError, MisconfiguredError
+from kvferry.errors import KvferryError, MisconfiguredError, RefusedError
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -27,7 +27,7 @@ VERBS = {
     "status": ("kvferry.cli.status", "what the node of this host holds and does"),
     "explain": ("kvferry.cli.explain", "why a request hit or missed"),
     "drop": ("kvferry.cli.drop", "forget what a tier holds"),
-    "demo": ("kvferry.demo", "a whole fleet on this machine, proving reuse with a real engine"),
+    "demo": ("kvferry.demo.main", "a whole fleet on this machine, proving reuse with a real engine"),
     "bench": ("kvferry.cli.bench", "measure tiers or engines on this machine"),
 }
 EPILOG = """\
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
     )
     try:
         return _dispatch(argv)
-    except MisconfiguredError as error:
+    except (MisconfiguredError, RefusedError) as error:
         return _complain(error, EXIT_BAD_INPUT)
     except KvferryError as error:
         return _complain(error, EXIT_FAILED)

@@ -2,12 +2,13 @@
 
 import http.client
 import json
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.errors import RefusedError, RetryError
+from kvferry.errors import KvferryError, RefusedError, RetryError
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 120.0
@@ -85,7 +86,9 @@ class Replica:
         deadline = time.monotonic() + timeout_s
         while not self._json("POST", "/reset_prefix_cache", None).get("success"):
             if time.monotonic() > deadline:
-                raise RetryError(f"replica {self.name}: its prefix cache could not be reset in {timeout_s:.0f} s")
+                raise RetryError(
+                    f"replica {self.name}: its prefix cache could not be reset in {timeout_s:.0f} s"
+                )
             time.sleep(0.05)
 
     def worker_call(self, method: str) -> list[dict[str, Any]]:
@@ -179,3 +182,32 @@ def _read_stream(question: Question, response: http.client.HTTPResponse, *, begu
         output_tokens=int(usage.get("completion_tokens", 0)),
         logprobs=tuple(logprobs),
     )
+
+
+class Asking:
+    """A question asked on a thread of its own, while the main thread breaks things."""
+
+    def __init__(self, replica: Replica, question: Question) -> None:
+        self._answer: Reply | KvferryError | None = None
+        self._thread = threading.Thread(
+            target=self._ask, args=(replica, question), name="demo-ask", daemon=True
+        )
+        self._thread.start()
+
+    def _ask(self, replica: Replica, question: Question) -> None:
+        try:
+            self._answer = replica.ask(question)
+        except KvferryError as error:
+            self._answer = error
+
+    @property
+    def done(self) -> bool:
+        """Whether it was answered, or failed."""
+        return not self._thread.is_alive()
+
+    def reply(self) -> Reply:
+        """Wait for the answer. Raises what asking raised."""
+        self._thread.join()
+        if isinstance(self._answer, Reply):
+            return self._answer
+        raise self._answer or KvferryError("the question was not asked")

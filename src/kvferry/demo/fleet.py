@@ -55,6 +55,14 @@ class FleetSettings:
     deadline_cap_ms: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Starting:
+    """Replicas on their way. begun: monotonic seconds."""
+
+    begun: float
+    replicas: dict[str, tuple[Child, Replica]]
+
+
 def plan_replicas(count: int) -> tuple[ReplicaPlan, ...]:
     """Replicas A, B, ... spread over the cores this process may use. Raises MisconfiguredError."""
     if not 2 <= count <= MAX_REPLICAS:
@@ -229,29 +237,35 @@ class Fleet:
 
     def start_replicas(self, names: Sequence[str]) -> None:
         """Start these side by side and wait for all. Raises RetryError when one fails."""
-        begun = time.monotonic()
-        waiting: dict[str, tuple[Child, int]] = {}
+        self.await_replicas(self.launch_replicas(names))
+
+    def launch_replicas(self, names: Sequence[str]) -> Starting:
+        """Start these without waiting."""
+        started = Starting(time.monotonic(), {})
         for name in names:
             plan, port = self._plans[name], free_port()
             child = self._children.start(
                 f"replica-{name}", self.engine_command(plan, port), env=self._environment(plan)
             )
             self._engines[name] = child
-            waiting[name] = (child, port)
+            started.replicas[name] = (child, Replica(name, port))
             self._say(f"replica {name} starting on core {plan.core} ...")
-        children = [child for child, _ in waiting.values()]
-        for name, (_, port) in waiting.items():
-            replica = Replica(name, port)
-            left = max(1.0, ENGINE_READY_S - (time.monotonic() - begun))
+        return started
+
+    def await_replicas(self, started: Starting) -> None:
+        """Wait until all of them answer. Raises RetryError when one fails."""
+        children = [child for child, _ in started.replicas.values()]
+        for name, (_, replica) in started.replicas.items():
+            left = max(1.0, ENGINE_READY_S - (time.monotonic() - started.begun))
             wait_until(
                 replica.healthy,
-                what=f"replica {name} on port {port}",
+                what=f"replica {name}",
                 timeout_s=left,
                 children=children,
                 poll_s=HEALTH_POLL_S,
             )
             self.replicas[name] = replica
-            self._say(f"replica {name} ready ({time.monotonic() - begun:.0f} s)")
+            self._say(f"replica {name} ready ({time.monotonic() - started.begun:.0f} s)")
 
     def stop_replica(self, name: str) -> None:
         """An orderly stop, as in a rolling restart."""
@@ -260,7 +274,9 @@ class Fleet:
 
     def _environment(self, plan: ReplicaPlan | None = None) -> dict[str, str]:
         environment = dict(os.environ)
-        environment.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", TOKENIZERS_PARALLELISM="false")
+        environment.update(
+            HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", TOKENIZERS_PARALLELISM="false"
+        )
         if plan is not None:
             environment.update(
                 VLLM_CPU_KVCACHE_SPACE=str(self.settings.kv_space_gib),

@@ -57,7 +57,7 @@ def demo_model(*, chosen: Path | None, say: Callable[[str], None]) -> Path:
     if chosen is not None:
         if not is_model(chosen):
             raise MisconfiguredError(
-                f"--model {chosen}: needs config.json, tokenizer.json and *.safetensors; give a model directory"
+                f"--model {chosen}: no config.json, tokenizer.json and *.safetensors there"
             )
         return chosen.resolve()
     gguf = packaged_gguf()

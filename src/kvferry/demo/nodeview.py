@@ -1,22 +1,17 @@
-"""What the demo and the benchmarks ask a node: its status, a request's story, to drop a tier."""
+"""What the demo and the benchmarks ask a node, one short connection each: it may die in between."""
 
-import json
-import socket
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import kvferry
+from kvferry.client.admin import AdminClient
 from kvferry.demo.processes import wait_until
-from kvferry.errors import ClosedError, KvferryError, RefusedError, RetryError
-from kvferry.node import wire
-
-ADMIN_TIMEOUT_S = 10.0
-_READ_BYTES = 1 << 16
+from kvferry.errors import KvferryError
 
 
 class NodeView:
-    """Admin questions over the node's socket, one connection each."""
+    """A node by its socket's path."""
 
     def __init__(self, socket_path: Path) -> None:
         self.socket_path = socket_path
@@ -30,47 +25,27 @@ class NodeView:
         return True
 
     def status(self) -> dict[str, Any]:
-        """The status document. Raises ClosedError without a node, RefusedError when it declines."""
-        return self._ask(wire.StatusQuery())
+        """``NodeStatistics`` as a document. Raises ClosedError without a node."""
+        with AdminClient(self.socket_path) as admin:
+            return admin.status()
 
-    def explain(self, request_id: str) -> dict[str, Any]:
-        """The story of one request."""
-        return self._ask(wire.ExplainQuery(request_id=request_id))
+    def explain(self, request_id: str) -> list[dict[str, Any]]:
+        """The records of a request, newest first."""
+        with AdminClient(self.socket_path) as admin:
+            return admin.explain(request_id)
 
-    def drop(self, tier: str) -> dict[str, Any]:
-        """Forget what a tier ("memory" or "valkey") holds."""
-        return self._ask(wire.DropQuery(tier=tier))
+    def drop_memory(self) -> int:
+        """Forget what host memory holds; returns the bytes."""
+        with AdminClient(self.socket_path) as admin:
+            return admin.drop("memory")
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[Callable[[], dict[str, Any]]]:
+        """A status query over one connection that stays open: for polling closely."""
+        with AdminClient(self.socket_path) as admin:
+            yield admin.status
 
     def wait(self, ready: Callable[[dict[str, Any]], bool], *, what: str, timeout_s: float) -> float:
         """Poll the status until ``ready(status)``; returns the seconds it took. Raises RetryError."""
-        return wait_until(lambda: ready(self.status()), what=what, timeout_s=timeout_s)
-
-    def _ask(self, query: wire.StatusQuery | wire.ExplainQuery | wire.DropQuery) -> dict[str, Any]:
-        hello = wire.Hello(
-            protocol=wire.PROTOCOL, version=kvferry.__version__, role=wire.Role.ADMIN, engine="kvferry-demo"
-        )
-        buffer = wire.FrameBuffer()
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                connection.settimeout(ADMIN_TIMEOUT_S)
-                connection.connect(str(self.socket_path))
-                connection.sendall(wire.encode(hello) + wire.encode(query))
-                while True:
-                    data = connection.recv(_READ_BYTES)
-                    if not data:
-                        raise ClosedError(f"the node at {self.socket_path} closed the connection")
-                    for payload in buffer.feed(data):
-                        match wire.decode_from_node(payload):
-                            case wire.Document(error=error) if error:
-                                raise RefusedError(error)
-                            case wire.Document(json=document):
-                                answer: dict[str, Any] = json.loads(document)
-                                return answer
-                            case wire.Refusal(message=message):
-                                raise RefusedError(message)
-                            case _:
-                                pass
-        except TimeoutError as error:
-            raise RetryError(f"the node at {self.socket_path} did not answer in {ADMIN_TIMEOUT_S:.0f} s") from error
-        except OSError as error:
-            raise ClosedError(f"no node at {self.socket_path}: {error}") from error
+        with self.watching() as status:
+            return wait_until(lambda: ready(status()), what=what, timeout_s=timeout_s)

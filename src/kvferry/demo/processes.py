@@ -6,46 +6,34 @@ must be started from the main thread: the kernel's parent-death signal follows t
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Self
 
 from kvferry.errors import ClosedError, RetryError
 
 STOP_GRACE_S = 10.0
 POLL_S = 0.05
 LOG_TAIL_LINES = 12
-_PR_SET_PDEATHSIG = 1
 
 
 class StoppedError(ClosedError):
     """The person, or the system, asked the whole run to stop."""
 
 
-def _libc() -> ctypes.CDLL | None:
-    try:
-        return ctypes.CDLL(None, use_errno=True)
-    except OSError:
-        return None
+_BOUND = str(Path(__file__).with_name("bound.py"))
 
 
-def _die_with(parent_pid: int, libc: ctypes.CDLL | None, cores: frozenset[int]) -> Callable[[], None]:
-    """What the child does between fork and exec. Everything it needs is made before the fork."""
-
-    def in_child() -> None:
-        if libc is not None and hasattr(libc, "prctl"):
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-            if os.getppid() != parent_pid:  # the parent died before the line above
-                os._exit(1)
-        if cores:
-            os.sched_setaffinity(0, cores)
-
-    return in_child
+def _bound(command: Sequence[str], cores: frozenset[int]) -> list[str]:
+    """The command line that ends with us."""
+    pinned = ",".join(str(core) for core in sorted(cores)) or "-"
+    return [sys.executable, "-I", "-S", _BOUND, str(os.getpid()), pinned, *command]
 
 
 class Child:
@@ -66,13 +54,12 @@ class Child:
         self.command = tuple(command)
         with log.open("ab") as sink:
             self._popen = subprocess.Popen(
-                list(command),
+                _bound(command, cores),
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
                 env=dict(env) if env is not None else None,
                 start_new_session=True,
-                preexec_fn=_die_with(os.getpid(), _libc(), cores),
             )
 
     @property
@@ -169,7 +156,7 @@ class Children:
             child.stop(grace_s=max(0.0, deadline - time.monotonic()))
             self._running.pop()
 
-    def __enter__(self) -> "Children":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -199,7 +186,9 @@ def wait_until(
                 raise RetryError(f"{child.name} ended while waiting for {what}; {child.log}:\n{child.tail()}")
         if time.monotonic() - begun > timeout_s:
             logs = ", ".join(str(child.log) for child in children)
-            raise RetryError(f"{what} did not happen within {timeout_s:.0f} s" + (f"; see {logs}" if logs else ""))
+            raise RetryError(
+                f"{what} did not happen within {timeout_s:.0f} s" + (f"; see {logs}" if logs else "")
+            )
         time.sleep(poll_s)
 
 

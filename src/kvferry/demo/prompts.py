@@ -46,7 +46,12 @@ def document(entries: int, *, filler: int, seed: int = _SEED) -> str:
     """The log with so many entries, then so many filler words (one token each)."""
     rng = random.Random(seed)
     body = "".join(_entry(day, rng) for day in range(1, entries + 1))
-    return "You keep the log of a small harbour. Answer from the log.\n" + body + "End of log." + _FILLER * filler
+    return (
+        "You keep the log of a small harbour. Answer from the log.\n"
+        + body
+        + "End of log."
+        + _FILLER * filler
+    )
 
 
 def chat(text: str, question: str) -> Messages:

@@ -1,0 +1,278 @@
+"""The demo's story, step by step, on a running fleet. Each step yields its figures and its proofs."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvferry.demo.ask import Question, Replica, Reply
+from kvferry.demo.engineview import block_tokens_of
+from kvferry.demo.fleet import Fleet
+from kvferry.demo.outages import Outages
+from kvferry.demo.prompts import PromptSet, prompt_set
+from kvferry.demo.steps import NO_STORY, Source, Step, Story, source_of, story_of
+from kvferry.demo.verify import AnswerCheck, block_digests, check_answer, check_blocks, forget_everything
+from kvferry.errors import KvferryError
+
+TARGET_TOKENS = 6000
+MAX_TOKENS = 16
+SAVED_WITHIN_S = 30.0
+OWN_HIT = "an own hit"
+COLD = "the cold answer"
+
+
+@dataclass(slots=True)
+class Facts:
+    """What earlier steps established and later ones compare with.
+
+    own_hits: by question, replica A's answers from its own cache. computed: digests of the KV blocks
+    that A computed for the shared prefix. recompute_limit_s: the longest a recompute may take.
+    """
+
+    cold: Reply
+    computed: frozenset[str]
+    own_hits: dict[int, Reply] = field(default_factory=dict[int, Reply])
+
+
+class Scenario:
+    """Runs the steps in order; a generator, so that each can be shown when it is done."""
+
+    def __init__(self, fleet: Fleet, *, say: Callable[[str], None]) -> None:
+        self.fleet = fleet
+        self.say = say
+        self.block_tokens = 0
+        self.prompts: PromptSet = PromptSet((), 0, 0)
+        self._facts: Facts | None = None
+        self._asked = 0
+        self.story_id = ""
+
+    # -- the story ---------------------------------------------------------------------------------
+
+    def run(self) -> Iterator[Step]:
+        """Every step. Raises KvferryError when one cannot be carried out at all."""
+        first = self.replica("A")
+        self.block_tokens = block_tokens_of(first.metrics())
+        self.prompts = prompt_set(
+            first.tokenize_chat,
+            target_tokens=TARGET_TOKENS,
+            block_tokens=self.block_tokens,
+            max_tokens=MAX_TOKENS,
+        )
+        self.say(
+            f"prompts: {len(self.prompts.prompts)} questions on one document, "
+            f"{self.prompts.shared} shared tokens, {self.prompts.boundary} of them in whole blocks"
+        )
+        yield self.cold()
+        yield self.own_hit()
+        yield from self.never_saw_it()
+        yield self.valkey_only("valkey", "B, memory tier dropped and own cache reset", question=3)
+        yield from self.restarted()
+        yield from Outages(self).run()
+
+    def cold(self) -> Step:
+        """A computes the prefix; afterwards it is saved in the background."""
+        before = self.committed_parts()
+        reply = self.ask("A", 0, "cold")
+        self._facts = Facts(reply, block_digests(self.replica("A")))
+        took = self.wait_saved(more_than=before)
+        return self.step(
+            "cold",
+            "A, cold",
+            "A",
+            reply,
+            allowed=(Source.COMPUTED,),
+            wanted=0,
+            note=f"stored in memory and Valkey {took:.1f} s after its answer",
+        )
+
+    def own_hit(self) -> Step:
+        """A again; also gathers A's own-hit answers, which every loaded answer must equal."""
+        reply = self.ask("A", 1, "own")
+        self.facts.own_hits[1] = reply
+        for number in range(2, len(self.prompts.prompts)):
+            self.facts.own_hits[number] = self.ask("A", number, "reference")
+        return self.step(
+            "own", "A again, another question", "A", reply, allowed=(Source.OWN,), wanted=self.boundary
+        )
+
+    def never_saw_it(self) -> Iterator[Step]:
+        """Every other replica takes the prefix out of the host's shared memory."""
+        for name in [name for name in sorted(self.fleet.replicas) if name != "A"]:
+            reply = self.ask(name, 2, "memory")
+            yield self.step(
+                "memory" if name == "B" else f"memory-{name}",
+                f"{name}, which never saw it",
+                name,
+                reply,
+                allowed=(Source.MEMORY,),
+                wanted=self.boundary,
+                loaded=True,
+                answer=self.like_own_hit(reply, 2),
+            )
+
+    def valkey_only(self, key: str, title: str, *, question: int) -> Step:
+        """Only Valkey has the prefix: host memory dropped, B's cache reset and its memory zeroed."""
+        self.wait_backlog()
+        self.fleet.node_view.drop_memory()
+        forget_everything(self.replica("B"))
+        reply = self.ask("B", question, key)
+        return self.step(
+            key,
+            title,
+            "B",
+            reply,
+            allowed=(Source.VALKEY,),
+            wanted=self.boundary,
+            loaded=True,
+            answer=self.like_own_hit(reply, question),
+        )
+
+    def restarted(self) -> Iterator[Step]:
+        """A is restarted and starts warm. Meanwhile B computes the prefix itself, for another tenant."""
+        self.fleet.stop_replica("A")
+        starting = self.fleet.launch_replicas(["A"])
+        yield self.other_tenant()
+        self.fleet.await_replicas(starting)
+        reply = self.ask("A", 4, "restart")
+        yield self.step(
+            "restart",
+            "A, restarted",
+            "A",
+            reply,
+            allowed=(Source.MEMORY, Source.VALKEY, Source.MIXED),
+            wanted=self.boundary,
+            loaded=True,
+            answer=self.like_own_hit(reply, 4),
+        )
+
+    def other_tenant(self) -> Step:
+        """The same tokens under another cache_salt: no reuse across the salt, and the same bytes."""
+        forget_everything(self.replica("B"))
+        reply = self.ask("B", 0, "salted", salt="another-tenant")
+        return self.step(
+            "salted",
+            "B, the same prompt under another cache_salt",
+            "B",
+            reply,
+            allowed=(Source.COMPUTED,),
+            wanted=0,
+            loaded_like=self.boundary,
+            answer=check_answer(reply, self.facts.cold, against=COLD),
+            note="computed by B itself, while A restarts: its bytes against A's",
+        )
+
+    # -- what steps are made of --------------------------------------------------------------------
+
+    @property
+    def facts(self) -> Facts:
+        """Raises KvferryError before the cold step."""
+        if self._facts is None:
+            raise KvferryError("the cold step comes first")
+        return self._facts
+
+    @property
+    def boundary(self) -> int:
+        """Tokens that a perfect cache reuses."""
+        return self.prompts.boundary
+
+    def replica(self, name: str) -> Replica:
+        """A running replica."""
+        return self.fleet.replicas[name]
+
+    def question(self, number: int, tag: str, *, salt: str = "") -> Question:
+        """One of the questions under an id of its own."""
+        self._asked += 1
+        self.story_id = request_id = f"demo{os.getpid()}x{self._asked:03d}x{tag}"
+        return Question(request_id, self.prompts.prompts[number], MAX_TOKENS, salt)
+
+    def ask(self, name: str, number: int, tag: str, *, salt: str = "") -> Reply:
+        """Ask a replica one of the questions."""
+        return self.replica(name).ask(self.question(number, tag, salt=salt))
+
+    def story(self, reply: Reply) -> Story:
+        """What the node knows of a request; nothing when the node is away."""
+        try:
+            return story_of(self.fleet.node_view.explain(reply.request_id))
+        except KvferryError:
+            return NO_STORY
+
+    def like_own_hit(self, reply: Reply, question: int) -> AnswerCheck:
+        """The answer against the own hit's at the same boundary."""
+        return check_answer(reply, self.facts.own_hits[question], against=OWN_HIT)
+
+    def step(
+        self,
+        key: str,
+        title: str,
+        replica: str,
+        reply: Reply,
+        *,
+        allowed: tuple[Source, ...],
+        wanted: int | None = None,
+        loaded: bool = False,
+        loaded_like: int = 0,
+        limit_s: float | None = None,
+        answer: AnswerCheck | None = None,
+        note: str = "",
+    ) -> Step:
+        """Put a step together. loaded: compare the reused blocks' bytes with those A computed."""
+        story = self.story(reply)
+        tokens = loaded_like or (reply.cached_tokens if loaded else 0)
+        blocks = None
+        if loaded or loaded_like:
+            digests = block_digests(self.replica(replica))
+            blocks = check_blocks(digests, self.facts.computed, tokens=tokens, block_tokens=self.block_tokens)
+        return Step(
+            key=key,
+            title=title,
+            replica=replica,
+            reply=reply,
+            source=source_of(reply, story),
+            allowed=allowed,
+            reused_tokens=reply.cached_tokens,
+            loaded_bytes=sum(story.nbytes.values()) if reply.cached_tokens else 0,
+            reason=story.reason,
+            load_s=story.load_s,
+            limit_s=limit_s,
+            wanted_tokens=wanted,
+            blocks=blocks,
+            answer=answer,
+            note=note,
+        )
+
+    # -- waiting on the node's own statistics ------------------------------------------------------
+
+    def committed_parts(self) -> int:
+        """Parts published since the node's start."""
+        return int(self.fleet.node_view.status()["counters"]["committed_parts"])
+
+    def wait_saved(self, *, more_than: int) -> float:
+        """Until the shared prefix is published and written back; returns the seconds it took."""
+        begun = time.monotonic()
+        wanted = more_than + self.boundary // self.chunk_tokens()
+        self.fleet.node_view.wait(
+            lambda status: status["counters"]["committed_parts"] >= wanted,
+            what="saving the prefix to host memory",
+            timeout_s=SAVED_WITHIN_S,
+        )
+        self.wait_backlog()
+        return time.monotonic() - begun
+
+    def wait_backlog(self) -> None:
+        """Until nothing waits to be written to Valkey."""
+        self.fleet.node_view.wait(
+            lambda status: not status["writeback_backlog_parts"] and not status["catalogue"]["filling_parts"],
+            what="writing to Valkey",
+            timeout_s=SAVED_WITHIN_S,
+        )
+
+    def chunk_tokens(self) -> int:
+        """Tokens per stored chunk, as the node was told by the engine."""
+        story = self.story(self.facts.cold)
+        return story.chunk_tokens or self.block_tokens
+
+
+def model_label(model: Path) -> str:
+    """The model's name for people: the directory's, without the conversion's tag."""
+    return model.name.rsplit("-", 1)[0] if model.parent.name == "models" else model.name
