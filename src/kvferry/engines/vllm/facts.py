@@ -1,0 +1,75 @@
+"""What a worker finds out about its own KV memory, for the namespace."""
+
+import platform
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvferry.engines.vllm.layout import BlockLayout
+from kvferry.engines.vllm.messages import WorkerFacts
+from kvferry.errors import MisconfiguredError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_AUTO = "auto"
+
+
+def worker_facts(
+    config: "VllmConfig", layout: BlockLayout, *, device: str, layers: Sequence[str]
+) -> WorkerFacts:
+    """Raises MisconfiguredError where something that changes the bytes cannot be determined."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    modules = [config.compilation_config.static_forward_context[name] for name in layers]
+    backend = sorted({module.get_attn_backend().get_name() for module in modules})
+    order = config.cache_config.get_resolved_kv_cache_layout().name
+    return WorkerFacts(
+        tensor_rank=int(get_tp_group().rank_in_group),
+        block_bytes=layout.block_bytes,
+        layout=f"{'+'.join(backend)}/{order}/{layout.signature}",
+        packing=_cpu_packing(config, modules) if device == "cpu" else "none",
+        device=device,
+        layers=tuple(layers),
+        scales=_scales(config, layers, modules),
+    )
+
+
+def _cpu_packing(config: "VllmConfig", modules: Sequence[Any]) -> str:
+    """The instruction set that decides how CPU kernels pack elements inside a block."""
+    import torch
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    kinds = {
+        _get_attn_isa(
+            config.model_config.dtype,
+            config.cache_config.block_size,
+            module.head_size,
+            config.cache_config.cache_dtype,
+        )
+        for module in modules
+    }
+    machine, vectors = platform.machine(), "any"
+    if machine == "x86_64":
+        vectors = "avx512" if torch.cpu._is_avx512_supported() else "avx2"
+    return f"{'+'.join(sorted(kinds))}/{machine}/{vectors}"
+
+
+def _scales(
+    config: "VllmConfig", layers: Sequence[str], modules: Sequence[Any]
+) -> tuple[tuple[str, tuple[float, ...]], ...]:
+    """The scales' values of quantised KV; none where KV is stored as computed."""
+    if config.cache_config.cache_dtype in (_AUTO, "bfloat16", "float16", "float32"):
+        return ()
+    if getattr(config.cache_config, "calculate_kv_scales", False):
+        raise MisconfiguredError(
+            "KV scales are computed from the first request (calculate_kv_scales), so they differ between "
+            "engines: use a checkpoint with calibrated scales"
+        )
+    found: list[tuple[str, tuple[float, ...]]] = []
+    for name, module in zip(layers, modules, strict=True):
+        for kind in ("k", "v"):
+            scale = getattr(module, f"_{kind}_scale", None)
+            if scale is None:
+                raise MisconfiguredError(f"{name}: quantised KV without a {kind} scale that can be read")
+            found.append((f"{name}.{kind}", tuple(float(value) for value in scale.flatten().tolist())))
+    return tuple(found)

@@ -1,0 +1,243 @@
+"""Names what a vLLM engine's KV depends on: the namespace, each rank's part, a request's extras."""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvferry.client.messages import NamespaceInfo
+from kvferry.engines.planning import ChunkGeometry
+from kvferry.engines.vllm.messages import Assignment, WorkerFacts, WorkerPart
+from kvferry.engines.vllm.settings import ConnectorSettings
+from kvferry.errors import MisconfiguredError
+from kvferry.identity.domain import DomainKey
+from kvferry.identity.geometry import Device, Geometry, GroupKind, KvGroup, default_chunk_tokens
+from kvferry.identity.namespace import KvScale, NamespaceSpec, Setting, fingerprint
+from kvferry.identity.weights import model_fingerprint, revision_fingerprint
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+ENGINE = "vllm"
+# Raised when a supported vLLM release changes the bytes of a block that `layout` and `packing` do not show.
+ENGINE_FORMAT = "0.32"
+_AUTO = "auto"
+
+
+def chunk_geometry(config: "VllmConfig", settings: ConnectorSettings, *, device: str) -> ChunkGeometry:
+    """Blocks and chunks. Raises MisconfiguredError for chunk_tokens that do not fit the block size."""
+    block_tokens = int(config.cache_config.block_size)
+    kind = Device.CPU if device == "cpu" else Device.GPU
+    return ChunkGeometry(block_tokens, settings.chunk_tokens or default_chunk_tokens(block_tokens, kind))
+
+
+def assign(
+    config: "VllmConfig",
+    settings: ConnectorSettings,
+    *,
+    key: DomainKey,
+    facts: Sequence[WorkerFacts],
+    layers: Sequence[str],
+) -> Assignment:
+    """What every worker is told. facts: of each rank, in rank order; they must agree.
+
+    Raises MisconfiguredError where something that changes the bytes cannot be determined.
+    """
+    head = _agreeing(facts)
+    chunks = chunk_geometry(config, settings, device=head.device)
+    geometry = Geometry(
+        groups=(
+            KvGroup(
+                kind=GroupKind.FULL,
+                block_tokens=chunks.block_tokens,
+                stages=(tuple(layers),),
+                block_bytes=(head.block_bytes,),
+                kv_heads=int(config.model_config.get_total_num_kv_heads()),
+            ),
+        ),
+        chunk_tokens=chunks.chunk_tokens,
+        tensor_ranks=int(config.parallel_config.tensor_parallel_size),
+    )
+    numbers = [geometry.part(0, tensor_rank=rank) for rank in range(geometry.tensor_ranks)]
+    spec = namespace_spec(config, settings, key=key, head=head, geometry=geometry)
+    return Assignment(
+        socket=str(settings.socket),
+        engine=engine_label(config),
+        namespace=NamespaceInfo(
+            namespace=fingerprint(spec),
+            part_bytes=geometry.part_bytes,
+            chunk_tokens=chunks.chunk_tokens,
+            domain=settings.domain,
+            label=f"{spec.model} {spec.kv_dtype} tp{geometry.tensor_ranks}",
+        ),
+        parts=tuple(WorkerPart(number, numbers.count(number)) for number in numbers),
+    )
+
+
+def _agreeing(facts: Sequence[WorkerFacts]) -> WorkerFacts:
+    head = facts[0]
+    for other in facts:
+        if (other.block_bytes, other.layout, other.packing, other.device) != (
+            head.block_bytes,
+            head.layout,
+            head.packing,
+            head.device,
+        ):
+            raise MisconfiguredError(
+                f"tensor-parallel ranks {head.tensor_rank} and {other.tensor_rank} keep KV differently: "
+                f"{head.layout} and {other.layout}"
+            )
+    return head
+
+
+def namespace_spec(
+    config: "VllmConfig",
+    settings: ConnectorSettings,
+    *,
+    key: DomainKey,
+    head: WorkerFacts,
+    geometry: Geometry,
+) -> NamespaceSpec:
+    """Everything that must be equal for another engine to use the bytes."""
+    model = config.model_config
+    compute = str(model.dtype).removeprefix("torch.")
+    kv_dtype = str(config.cache_config.cache_dtype)
+    return NamespaceSpec(
+        domain=settings.domain,
+        domain_key_id=key.key_id,
+        model=settings.model_name or _architecture(config),
+        weights=weights_fingerprint(config, settings),
+        weights_generation=0,
+        compute_dtype=compute,
+        kv_dtype=compute if kv_dtype == _AUTO else kv_dtype,
+        kv_scales=tuple(KvScale(name, values) for name, values in head.scales),
+        engine=ENGINE,
+        engine_format=ENGINE_FORMAT,
+        layout=head.layout,
+        packing=head.packing,
+        geometry=geometry,
+        settings=_overrides(config),
+    )
+
+
+def _architecture(config: "VllmConfig") -> str:
+    architectures = getattr(config.model_config.hf_config, "architectures", None) or ()
+    return str(architectures[0]) if architectures else str(config.model_config.hf_config.model_type)
+
+
+def _overrides(config: "VllmConfig") -> tuple[Setting, ...]:
+    model = config.model_config
+    found = [Setting("quantization", str(model.quantization or "none"))]
+    overrides = model.hf_overrides
+    if callable(overrides):
+        raise MisconfiguredError(
+            "hf_overrides is a function: what it changes cannot be named; use a dictionary"
+        )
+    if overrides:
+        found.append(Setting("hf_overrides", json.dumps(overrides, sort_keys=True, default=str)))
+    return tuple(found)
+
+
+def weights_fingerprint(config: "VllmConfig", settings: ConnectorSettings) -> bytes:
+    """Of the directory the engine loads from; of the stated revision where there is none."""
+    model = config.model_config
+    directory = weights_directory(str(model.model), revision=model.revision)
+    if directory is not None:
+        return model_fingerprint(directory)
+    if settings.revision is not None:
+        return revision_fingerprint(settings.model_name or str(model.model), settings.revision)
+    raise MisconfiguredError(
+        f"the weights of {model.model} are in no local directory, so they cannot be told from others: "
+        'give "revision" (the full commit hash) in kv_connector_extra_config'
+    )
+
+
+def weights_directory(model: str, *, revision: str | None) -> Path | None:
+    """A model's local directory: itself, or its snapshot in the Hugging Face cache. Asks no network."""
+    if Path(model).is_dir():
+        return Path(model)
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        return None
+    try:
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError):
+        return None
+
+
+def engine_label(config: "VllmConfig") -> str:
+    """Names this engine process to people: served model, data-parallel rank, process id."""
+    name = config.model_config.served_model_name
+    served = name[0] if isinstance(name, list) else name
+    rank = config.parallel_config.data_parallel_index
+    label = f"vllm:{Path(str(served or config.model_config.model)).name}"
+    return (
+        f"{label}/dp{rank}:{os.getpid()}"
+        if config.parallel_config.data_parallel_size > 1
+        else f"{label}:{os.getpid()}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    stamp: tuple[tuple[str, int, int], ...]
+    digest: "Future[bytes]"
+
+
+class AdapterDigests:
+    """Content digests of LoRA adapters, computed off the scheduler's thread and kept.
+
+    An adapter whose files change under its name is refused from then on: the engine may still serve the
+    old weights, and KV must not be stored under the new ones' name.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, int, str], _Adapter] = {}
+        self._changed: set[tuple[str, int, str]] = set()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvferry-adapters")
+
+    def digest(self, lora: Any) -> "Future[bytes] | None":
+        """None for an adapter that cannot be named. A failed future counts the same."""
+        name = (str(lora.lora_name), int(lora.lora_int_id), str(lora.lora_path))
+        if name in self._changed or lora.load_inplace:
+            return None
+        stamp = _stamp(Path(lora.lora_path))
+        known = self._known.get(name)
+        if known is None:
+            if not stamp:
+                return None
+            known = _Adapter(stamp, self._pool.submit(model_fingerprint, lora.lora_path))
+            self._known[name] = known
+        elif known.stamp != stamp:
+            self._changed.add(name)
+            return None
+        return known.digest
+
+    def close(self) -> None:
+        """Stop the thread; a digest being computed is not waited for."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _stamp(directory: Path) -> tuple[tuple[str, int, int], ...]:
+    try:
+        entries = [(entry.name, entry.stat()) for entry in os.scandir(directory) if entry.is_file()]
+    except OSError:
+        return ()
+    return tuple(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in entries))
+
+
+def adapter_extra(digest: bytes | None, generation: bytes) -> bytes | None:
+    """The adapter's digest as it enters the chunk chain.
+
+    generation: empty, or random bytes drawn when the engine's weights were changed while it ran: what it
+    computes from then on is kept apart from everything stored before, by itself and by others.
+    """
+    if not generation:
+        return digest
+    return hashlib.blake2b((digest or b"") + generation, digest_size=32, person=b"kvferry-gen").digest()

@@ -1,0 +1,72 @@
+"""Keeps engine blocks from being reused while they are copied out.
+
+    build a plan ── pin ──► copying on every rank ── all ranks reported ──► unpin
+
+Also works when everything else of the scheduler side is switched off: a pin must always come back.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+class BlockPool(Protocol):
+    """The part of vLLM's block pool that is used here."""
+
+    blocks: Any
+
+    def touch(self, blocks: Any) -> None:
+        """Take one more reference on each block."""
+
+    def free_blocks(self, ordered_blocks: Any) -> None:
+        """Give one reference on each block back."""
+
+
+@dataclass(slots=True)
+class _Pin:
+    blocks: list[Any]
+    ranks_left: int
+
+
+class Pins:
+    """References on blocks by save number. Single-threaded, like the scheduler that owns it."""
+
+    def __init__(self, *, ranks: int) -> None:
+        self._ranks = ranks
+        self._pool: BlockPool | None = None
+        self._pins: dict[int, _Pin] = {}
+
+    def bind(self, pool: BlockPool) -> None:
+        """The engine's pool, known once its scheduler exists."""
+        self._pool = pool
+
+    @property
+    def ready(self) -> bool:
+        """Whether blocks can be pinned yet."""
+        return self._pool is not None
+
+    @property
+    def pending(self) -> int:
+        """How many saves hold blocks."""
+        return len(self._pins)
+
+    def pin(self, save_id: int, block_ids: Iterable[int]) -> None:
+        """Hold these blocks until every rank has reported ``save_id``."""
+        if self._pool is None:
+            return
+        blocks = [self._pool.blocks[block] for block in block_ids]
+        self._pool.touch(blocks)
+        self._pins[save_id] = _Pin(blocks, self._ranks)
+
+    def reported(self, save_id: int) -> bool:
+        """One rank is done with it. True when it was the last one and the blocks are free again."""
+        pin = self._pins.get(save_id)
+        if pin is None or self._pool is None:
+            return False
+        pin.ranks_left -= 1
+        if pin.ranks_left:
+            return False
+        del self._pins[save_id]
+        # The tail first: it is what the engine should evict first.
+        self._pool.free_blocks(reversed(pin.blocks))
+        return True

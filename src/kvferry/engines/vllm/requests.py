@@ -1,0 +1,168 @@
+"""What the scheduler side remembers of each request.
+
+    NEW ── lookup ──► ASKED ── answer with chunks ──► ANSWERED ── blocks allocated ──► LOADING
+     │                  │                                │                                │
+     └── nothing to ask └── nothing found, no answer     └── not needed any more          └── done or failed
+                        ▼                                ▼                                ▼
+                     SETTLED ◄────────────────────────────────────────────────────────────┘
+     SETTLED ── preempted ──► NEW
+
+A settled request is answered with 0 for the rest of its life or until it is preempted: vLLM asks again at
+once when a load failed from its first block, and the same answer again would go on for ever.
+"""
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from kvferry.client.messages import LookupAnswer
+from kvferry.engines.planning import Eligibility, LoadPlan
+from kvferry.engines.vllm.identity import AdapterDigests, adapter_extra
+from kvferry.engines.vllm.messages import LoadResult
+from kvferry.errors import RefusedError
+from kvferry.identity.chunks import ChunkChain, Extras
+from kvferry.identity.domain import DomainKey
+
+ADAPTER_WAIT_S = 5.0
+
+
+class Phase(Enum):
+    """Where a request stands; the diagram is above."""
+
+    NEW = "new"
+    ASKED = "asked"
+    ANSWERED = "answered"
+    LOADING = "loading"
+    SETTLED = "settled"
+
+
+@dataclass(slots=True)
+class Story:
+    """What ``kvferry explain`` is told of a request. Seconds, tokens, bytes."""
+
+    engine_tokens: int = 0
+    loaded_tokens: int = 0
+    failed_tokens: int = 0
+    stored_chunks: int = 0
+    loaded_bytes: int = 0
+    lookup_s: float = 0.0
+    load_s: float = 0.0
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One request. chain: None until its extras are known, and for good where it takes no part."""
+
+    request: Any
+    eligibility: Eligibility
+    seen_at: float
+    reads: bool = True
+    chain: ChunkChain | None = None
+    adapter: "Future[bytes] | None" = None
+    phase: Phase = Phase.NEW
+    preemptions: int = 0
+    asked_at: float = 0.0
+    answered_at: float = 0.0
+    answer: LookupAnswer | None = None
+    load: LoadPlan | None = None
+    load_began: float = 0.0
+    results: list[LoadResult] = field(default_factory=list)
+    first_unsaved: int = 0
+    finished: bool = False
+    scheduled: bool = False
+    story: Story = field(default_factory=Story)
+
+    @property
+    def request_id(self) -> str:
+        """The engine's name of the request."""
+        return str(self.request.request_id)
+
+    def settle(self, reason: str) -> None:
+        """No more lookups until the request is preempted."""
+        self.phase = Phase.SETTLED
+        self.answer = None
+        self.load = None
+        self.preemptions = self.request.num_preemptions
+        self.story.reason = reason
+
+    def reopen_after_preemption(self) -> None:
+        """A preempted request lost its blocks: what was decided before no longer holds."""
+        if self.phase is Phase.SETTLED and self.request.num_preemptions > self.preemptions:
+            self.phase = Phase.NEW
+
+    def digests(self, chunks: int, *, chunk_tokens: int) -> list[bytes]:
+        """Digests of the first ``chunks`` chunks, whose tokens must be known.
+
+        Raises RefusedError for token ids that cannot be named.
+        """
+        if self.chain is None:
+            return []
+        missing = self.request.all_token_ids[self.chain.tokens : chunks * chunk_tokens]
+        if missing:
+            self.chain.extend(missing)
+        return self.chain.digests[:chunks]
+
+
+class Admission:
+    """Decides what part a request takes and prepares its chain."""
+
+    def __init__(
+        self, *, key: DomainKey, namespace: bytes, chunk_tokens: int, adapters: AdapterDigests
+    ) -> None:
+        self._key = key
+        self._namespace = namespace
+        self._chunk_tokens = chunk_tokens
+        self._adapters = adapters
+        self.generation = b""
+
+    def admit(self, request: Any, *, now: float) -> Tracked:
+        """A request's first appearance."""
+        tracked = Tracked(request, classify(request), now)
+        if tracked.eligibility is not Eligibility.YES:
+            return tracked
+        tracked.reads = not request.skip_reading_prefix_cache
+        if request.lora_request is None:
+            self._start_chain(tracked, None)
+        else:
+            tracked.adapter = self._adapters.digest(request.lora_request)
+            if tracked.adapter is None:
+                tracked.eligibility = Eligibility.ADAPTER
+        return tracked
+
+    def ready(self, tracked: Tracked, *, now: float) -> bool:
+        """Whether the chain is there; False while an adapter's digest is still being computed."""
+        if tracked.chain is not None or not tracked.reads or tracked.eligibility is not Eligibility.YES:
+            return True
+        adapter = tracked.adapter
+        if adapter is not None and not adapter.done() and now - tracked.seen_at <= ADAPTER_WAIT_S:
+            return False
+        if adapter is None or not adapter.done() or adapter.cancelled() or adapter.exception() is not None:
+            tracked.eligibility = Eligibility.ADAPTER
+        else:
+            self._start_chain(tracked, adapter.result())
+        return True
+
+    def _start_chain(self, tracked: Tracked, adapter: bytes | None) -> None:
+        try:
+            extras = Extras(
+                adapter=adapter_extra(adapter, self.generation), cache_salt=tracked.request.cache_salt
+            )
+        except RefusedError:
+            tracked.eligibility = Eligibility.SALT
+            return
+        tracked.chain = ChunkChain(self._key, self._namespace, chunk_tokens=self._chunk_tokens, extras=extras)
+
+
+def classify(request: Any) -> Eligibility:
+    """Whether a request's KV can be named by its tokens."""
+    if request.pooling_params is not None:
+        return Eligibility.POOLING
+    if request.prompt_embeds is not None or request.prompt_token_ids is None:
+        return Eligibility.EMBEDS
+    if request.mm_features:
+        return Eligibility.MULTIMODAL
+    if request.resumable:
+        return Eligibility.STREAMING
+    return Eligibility.YES

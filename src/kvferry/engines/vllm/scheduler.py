@@ -1,0 +1,438 @@
+"""The scheduler side: asks the node, plans loads and saves, keeps the engine's books. Never blocks."""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from kvferry.client.messages import LookupAnswer, LookupRequest, Reason, Report
+from kvferry.engines.planning import (
+    ChunkGeometry,
+    Eligibility,
+    chunk_blocks,
+    plan_load,
+    plan_lookup,
+    plan_saves,
+    tokens_by_tier,
+)
+from kvferry.engines.vllm.messages import (
+    Assignment,
+    LoadResult,
+    LoadSpec,
+    SaveChunk,
+    SaveSpec,
+    StepPlan,
+    WorkerReport,
+)
+from kvferry.engines.vllm.pins import Pins
+from kvferry.engines.vllm.prefill import PrefillWatch
+from kvferry.engines.vllm.requests import Admission, Phase, Tracked
+from kvferry.engines.vllm.stats import KvferryStats
+from kvferry.errors import RefusedError
+
+ANSWER_MAX_AGE_S = 10.0  # below the node's lease on a load: an older answer is asked for anew
+LOOKUP_MAX_S = 1.0  # behind the client's own, shorter bound
+MAX_KNOWN_DIGESTS = 1 << 18
+MAX_QUEUED_COUNTED = 64
+_MISSES = (Reason.COMPLETE, Reason.ABSENT, Reason.EVICTED)
+
+
+class Asker(Protocol):
+    """What is used of ``SchedulerClient``."""
+
+    def lookup(self, request: LookupRequest) -> None: ...
+    def poll(self, request_id: str) -> LookupAnswer | None: ...
+    def cancel(self, request_id: str) -> None: ...
+    def end(self, load_id: int) -> None: ...
+    def report(self, report: Report) -> None: ...
+    def close(self) -> None: ...
+
+
+class SchedulerSide:
+    """Driven by vLLM's scheduler, in its thread, one step after the other.
+
+    ranks: workers that report each save and load. request and output objects are vLLM's own.
+    """
+
+    def __init__(
+        self,
+        *,
+        assignment: Assignment,
+        geometry: ChunkGeometry,
+        admission: Admission,
+        client: Asker,
+        pins: Pins,
+        prefill: PrefillWatch,
+        deadline_cap_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.stats = KvferryStats()
+        self._assignment = assignment
+        self._geometry = geometry
+        self._admission = admission
+        self._client = client
+        self._pins = pins
+        self._prefill = prefill
+        self._deadline_cap_s = deadline_cap_s
+        self._clock = clock
+        self._tracked: dict[str, Tracked] = {}
+        self._loads: list[LoadSpec] = []
+        self._cancelled: list[str] = []
+        self._step = 0
+        self._save_id = 0
+        self._saving: dict[int, tuple[bytes, ...]] = {}
+        self._stored: dict[int, list[frozenset[bytes]]] = {}
+        self._in_flight: set[bytes] = set()
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._epoch = 0
+
+    # -- lookups -----------------------------------------------------------------------------------
+
+    def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """Tokens beyond ``local_tokens`` that can be loaded; (None, False): not known yet."""
+        now = self._clock()
+        tracked = self._track(request, now)
+        if not self._admission.ready(tracked, now=now):
+            return None, False
+        tracked.reopen_after_preemption()
+        if tracked.eligibility is not Eligibility.YES or not tracked.reads or tracked.phase is Phase.SETTLED:
+            return 0, False
+        if tracked.phase is Phase.ANSWERED and not self._still_usable(tracked, local_tokens, now):
+            self._drop_answer(tracked)
+            tracked.phase = Phase.NEW
+        if tracked.phase is Phase.NEW and not self._ask(tracked, local_tokens, now):
+            return 0, False
+        if tracked.phase is Phase.ASKED:
+            self._take_answer(tracked, now)
+        return self._offer(tracked, local_tokens)
+
+    def _offer(self, tracked: Tracked, local_tokens: int) -> tuple[int | None, bool]:
+        """What the request's state says to vLLM."""
+        if tracked.phase is not Phase.ANSWERED:
+            return (None if tracked.phase is Phase.ASKED else 0), False
+        answer = tracked.answer
+        load = answer and plan_load(
+            self._geometry, first_chunk=answer.first_chunk, count=answer.count, local_tokens=local_tokens
+        )
+        if not load:
+            self._drop_answer(tracked)
+            tracked.settle("in the engine itself")
+            return 0, False
+        tracked.load = load
+        return load.external_tokens, True
+
+    def _track(self, request: Any, now: float) -> Tracked:
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            tracked = self._admission.admit(request, now=now)
+            self._tracked[request.request_id] = tracked
+            if tracked.eligibility is not Eligibility.YES or not tracked.reads:
+                self.stats.add("ineligible")
+        return tracked
+
+    def _still_usable(self, tracked: Tracked, local_tokens: int, now: float) -> bool:
+        """An answer kept while vLLM had no room. It may be too old, or no longer connect."""
+        answer = tracked.answer
+        return (
+            answer is not None
+            and now - tracked.answered_at < ANSWER_MAX_AGE_S
+            and local_tokens // self._geometry.chunk_tokens >= answer.first_chunk
+        )
+
+    def _ask(self, tracked: Tracked, local_tokens: int, now: float) -> bool:
+        request = tracked.request
+        tracked.story.engine_tokens = local_tokens
+        plan = plan_lookup(self._geometry, prompt_tokens=request.num_tokens, local_tokens=local_tokens)
+        if plan is None:
+            tracked.settle("in the engine itself" if local_tokens else "shorter than a chunk")
+            return False
+        try:
+            digests = tracked.digests(plan.chunks, chunk_tokens=self._geometry.chunk_tokens)
+        except RefusedError:
+            tracked.eligibility = Eligibility.TOKENS
+            self.stats.add("ineligible")
+            return False
+        self._client.lookup(
+            LookupRequest(
+                request_id=tracked.request_id,
+                chunks=digests,
+                first_chunk=plan.first_chunk,
+                prompt_tokens=request.num_tokens,
+                prefill=self._prefill.prefill(now=now),
+                queued_s=self._queued_s(tracked),
+                deadline_cap_s=self._deadline_cap_s,
+            )
+        )
+        self.stats.add("lookups")
+        tracked.phase, tracked.asked_at = Phase.ASKED, now
+        return True
+
+    def _queued_s(self, asking: Tracked) -> float:
+        """Prefill seconds of the requests that wait besides this one, from the latest back."""
+        total, counted = 0.0, 0
+        for tracked in reversed(self._tracked.values()):
+            if tracked is asking or tracked.scheduled or tracked.finished or tracked.phase is Phase.LOADING:
+                continue
+            total += self._prefill.seconds(tracked.request.num_tokens - tracked.story.engine_tokens)
+            counted += 1
+            if counted == MAX_QUEUED_COUNTED:
+                break
+        return total
+
+    def _take_answer(self, tracked: Tracked, now: float) -> None:
+        """If there is an answer by now, the request is answered, or settled when it has no chunks."""
+        answer = self._client.poll(tracked.request_id)
+        if answer is None:
+            if now - tracked.asked_at > LOOKUP_MAX_S:
+                self._client.cancel(tracked.request_id)
+                self.stats.add("unanswered")
+                tracked.settle(Reason.TIMEOUT)
+            return
+        tracked.story.lookup_s += now - tracked.asked_at
+        self._learn(tracked, answer)
+        if answer.count:
+            self.stats.add("hits")
+            tracked.phase, tracked.answer, tracked.answered_at = Phase.ANSWERED, answer, now
+            tracked.story.reason = answer.reason
+            return
+        if answer.reason is Reason.CHEAPER:
+            self.stats.add("cheaper")
+        else:
+            self.stats.add("misses" if answer.reason in _MISSES else "unanswered")
+        self._end(answer)
+        tracked.settle(answer.reason)
+
+    def _learn(self, tracked: Tracked, answer: LookupAnswer) -> None:
+        """What the answer says about chunks that were thought to be stored."""
+        if answer.epoch and answer.epoch != self._epoch:
+            self._epoch = answer.epoch
+            self._known.clear()
+        if answer.reason in _MISSES and tracked.chain is not None:
+            for digest in tracked.chain.digests[answer.first_chunk + answer.count :]:
+                self._known.pop(digest, None)
+
+    def _drop_answer(self, tracked: Tracked) -> None:
+        if tracked.answer is not None:
+            self._end(tracked.answer)
+            tracked.answer = None
+
+    def _end(self, answer: LookupAnswer) -> None:
+        if answer.load_id:
+            self._client.end(answer.load_id)
+
+    # -- loads -------------------------------------------------------------------------------------
+
+    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> bool:
+        """vLLM gave the request its blocks. Whether a load of what was promised goes out next."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return False
+        answer, load = tracked.answer, tracked.load
+        if not external_tokens:
+            if tracked.phase is Phase.ANSWERED:
+                self._drop_answer(tracked)
+                tracked.settle("not needed")
+            return False
+        if tracked.phase is not Phase.ANSWERED or answer is None or load is None:
+            return False
+        if load.external_tokens != external_tokens:
+            self._drop_answer(tracked)
+            tracked.settle("the engine asked for another length")
+            return False
+        skipped = answer.count - load.chunks
+        first = answer.first_chunk + skipped
+        blocks = tuple(
+            chunk_blocks(self._geometry, first + position, block_ids) for position in range(load.chunks)
+        )
+        whole = [answer.ticket(part) for part in range(len(answer.parts[0]))]
+        tickets = tuple(t._replace(first_chunk=first, places=t.places[skipped:]) for t in whole)
+        self._loads.append(LoadSpec(tracked.request_id, tickets, blocks, load.first_span))
+        tracked.phase, tracked.load_began = Phase.LOADING, self._clock()
+        tracked.results.clear()
+        self.stats.add("loads")
+        return True
+
+    def hit_sources(self, request: Any, external_tokens: int) -> dict[int, int]:
+        """External tokens by ``Tier``."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None or tracked.answer is None:
+            return {}
+        return tokens_by_tier(self._geometry, tiers=tracked.answer.tiers, external_tokens=external_tokens)
+
+    def load_finished(self, request_id: str) -> None:
+        """Every rank has reported the load. Its lease is given back and the outcome counted."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None or tracked.phase is not Phase.LOADING:
+            return
+        answer, load = tracked.answer, tracked.load
+        self._drop_answer(tracked)
+        if answer is not None and load is not None:
+            self._account(tracked, answer, load.chunks, tracked.results)
+        failed = next((r.reason for r in tracked.results if r.reason != Reason.COMPLETE), "")
+        tracked.settle(f"load failed: {failed}" if failed else tracked.story.reason)
+        if tracked.finished:
+            self._forget(tracked)
+
+    def _account(
+        self, tracked: Tracked, answer: LookupAnswer, wanted: int, results: Sequence[LoadResult]
+    ) -> None:
+        loaded = min((result.chunks for result in results), default=0)
+        first = answer.first_chunk + answer.count - wanted
+        tokens, story = self._geometry.chunk_tokens, tracked.story
+        if loaded < wanted:
+            self.stats.add("loads_failed")
+        story.loaded_tokens += loaded * tokens
+        story.failed_tokens += (wanted - loaded) * tokens
+        story.loaded_bytes += sum(result.nbytes for result in results)
+        story.load_s += self._clock() - tracked.load_began
+        self.stats.add("loaded_tokens", loaded * tokens)
+        if tracked.chain is not None:
+            self._remember(tracked.chain.digests[first : first + loaded])
+
+    # -- saves and steps ---------------------------------------------------------------------------
+
+    def plan_step(self, output: Any) -> StepPlan:
+        """What the workers do with this step: loads that begin now, saves once its forward has run."""
+        self._step += 1
+        saves: list[SaveSpec] = []
+        prefills: list[tuple[int, int]] = []
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            tracked = self._tracked.get(request_id)
+            if tracked is None:
+                continue
+            tracked.scheduled = True
+            prefills.append((tokens, tracked.request.num_computed_tokens))
+            save = self._plan_save(tracked, tokens, output)
+            if save is not None:
+                saves.append(save)
+        timed = self._prefill.planned(self._step, prefills, now=self._clock())
+        plan = StepPlan(
+            step=self._step,
+            timed=timed,
+            assignment=self._assignment,
+            loads=tuple(self._loads),
+            saves=tuple(saves),
+            cancelled=tuple(self._cancelled),
+        )
+        self._loads, self._cancelled = [], []
+        return plan
+
+    def _plan_save(self, tracked: Tracked, scheduled: int, output: Any) -> SaveSpec | None:
+        request = tracked.request
+        chunks = plan_saves(
+            self._geometry,
+            known_tokens=request.num_tokens,
+            computed_tokens=request.num_computed_tokens + scheduled,
+            first_unsaved=tracked.first_unsaved,
+        )
+        if not chunks or tracked.chain is None or not self._pins.ready:
+            return None
+        tracked.first_unsaved = chunks.stop
+        try:
+            digests = tracked.digests(chunks.stop, chunk_tokens=self._geometry.chunk_tokens)
+        except RefusedError:
+            tracked.eligibility, tracked.chain = Eligibility.TOKENS, None
+            return None
+        new = [i for i in chunks if digests[i] not in self._known and digests[i] not in self._in_flight]
+        tables = output.kv_connector_block_state.get_block_ids(tracked.request_id) if new else None
+        if not tables:
+            return None
+        self._save_id += 1
+        save = SaveSpec(
+            self._save_id,
+            tuple(digests[: new[0]]),
+            tuple(SaveChunk(i, digests[i], chunk_blocks(self._geometry, i, tables[0])) for i in new),
+        )
+        self._pins.pin(save.save_id, (block for chunk in save.chunks for block in chunk.blocks))
+        self._saving[save.save_id] = tuple(chunk.digest for chunk in save.chunks)
+        self._in_flight.update(self._saving[save.save_id])
+        tracked.story.stored_chunks += len(new)
+        return save
+
+    def absorb(self, report: WorkerReport) -> None:
+        """What the workers finished, and which timed steps came back."""
+        now = self._clock()
+        for step in report.steps:
+            self._prefill.returned(step, now=now)
+        for load in report.loads:
+            self.stats.add("loaded_bytes", load.nbytes)
+            self.stats.add("load_seconds", load.seconds)
+            tracked = self._tracked.get(load.request_id)
+            if tracked is not None:
+                tracked.results.append(load)
+        for save in report.saves:
+            self.stats.add("stored_bytes", save.nbytes)
+            self.stats.add("declined_chunks", save.declined)
+            self._stored.setdefault(save.save_id, []).append(frozenset(save.stored))
+            if self._pins.reported(save.save_id):
+                self._saved(save.save_id)
+
+    def _saved(self, save_id: int) -> None:
+        """Every rank has reported: known is what all of them stored."""
+        wanted = self._saving.pop(save_id, ())
+        self._in_flight.difference_update(wanted)
+        everywhere = frozenset.intersection(*self._stored.pop(save_id))
+        self.stats.add("stored_chunks", len(everywhere))
+        self._remember([digest for digest in wanted if digest in everywhere])
+
+    def _remember(self, digests: Sequence[bytes]) -> None:
+        for digest in digests:
+            self._known[digest] = None
+            self._known.move_to_end(digest)
+        while len(self._known) > MAX_KNOWN_DIGESTS:
+            self._known.popitem(last=False)
+
+    # -- ends --------------------------------------------------------------------------------------
+
+    def finished(self, request: Any) -> None:
+        """vLLM is done with the request. A load in flight is called off; its blocks wait for its end."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            return
+        tracked.finished = True
+        if tracked.phase is Phase.LOADING:
+            self._cancelled.append(tracked.request_id)
+            return
+        if tracked.phase is Phase.ASKED:
+            self._client.cancel(tracked.request_id)
+        self._drop_answer(tracked)
+        self._forget(tracked)
+
+    def _forget(self, tracked: Tracked) -> None:
+        del self._tracked[tracked.request_id]
+        story, eligible = tracked.story, tracked.eligibility
+        self._client.report(
+            Report(
+                request_id=tracked.request_id,
+                prompt_tokens=tracked.request.num_prompt_tokens,
+                engine_tokens=story.engine_tokens,
+                loaded_tokens=story.loaded_tokens,
+                failed_tokens=story.failed_tokens,
+                stored_chunks=story.stored_chunks,
+                loaded_bytes=story.loaded_bytes,
+                lookup_s=story.lookup_s,
+                load_s=story.load_s,
+                reason=story.reason,
+                note="" if eligible is Eligibility.YES and tracked.reads else eligible.value,
+            )
+        )
+
+    def reset(self, generation: bytes) -> None:
+        """The engine's cache was reset with its connector, as after a change of weights.
+
+        Requests from now on neither find nor overwrite what was stored before.
+        """
+        self._admission.generation = generation
+        self._known.clear()
+        for tracked in self._tracked.values():
+            tracked.chain, tracked.reads = None, False
+            if tracked.phase is Phase.ASKED:
+                self._client.cancel(tracked.request_id)
+            if tracked.phase is not Phase.LOADING:
+                self._drop_answer(tracked)
+                tracked.settle("cache reset")
+
+    def close(self) -> None:
+        """Idempotent; joins threads."""
+        self._prefill.close()
+        self._client.close()

@@ -1,0 +1,227 @@
+"""The worker side: registers the engine's KV memory and runs each step's loads and saves off its thread."""
+
+import logging
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvferry.engines.vllm.copy import BlockCopier, CpuBlockCopier
+from kvferry.engines.vllm.layout import BlockLayout, LayerView, plan_layout
+from kvferry.engines.vllm.memory import HugePages, copying_cores, place_thread
+from kvferry.engines.vllm.messages import (
+    Assignment,
+    LoadResult,
+    SaveResult,
+    SaveSpec,
+    StepPlan,
+    WorkerReport,
+)
+from kvferry.engines.vllm.stats import KvferryStats
+from kvferry.engines.vllm.transfers import Loader, LoadJob, Saver, Store
+
+if TYPE_CHECKING:
+    from kvferry.engines.vllm.cuda_copy import PinnedMemory
+
+_log = logging.getLogger("vllm.kvferry")
+
+# A copying thread that needs the GIL for a moment between two copies waits up to one interval for it.
+SWITCH_INTERVAL_S = 0.0005
+
+Connect = Callable[[Assignment, int], Store]
+
+
+def layer_views(kv_caches: Mapping[str, Any]) -> tuple[list[LayerView], list[Any]]:
+    """The registered tensors in bytes, and their distinct storages as flat uint8 tensors."""
+    import torch
+
+    storages: list[Any] = []
+    numbers: dict[int, int] = {}
+    views: list[LayerView] = []
+    for name, tensor in kv_caches.items():
+        storage = tensor.untyped_storage()
+        number = numbers.setdefault(storage.data_ptr(), len(numbers))
+        if number == len(storages):
+            storages.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+        item = tensor.element_size()
+        views.append(
+            LayerView(
+                name=name,
+                storage=number,
+                offset=tensor.storage_offset() * item,
+                shape=tuple(tensor.shape),
+                strides=tuple(stride * item for stride in tensor.stride()),
+                item_bytes=item,
+            )
+        )
+    return views, storages
+
+
+class KvMemory:
+    """The engine's registered KV memory: its layout and what copies to and from it."""
+
+    def __init__(self, kv_caches: Mapping[str, Any], *, blocks: int, blocks_per_chunk: int) -> None:
+        views, storages = layer_views(kv_caches)
+        self.layout: BlockLayout = plan_layout(views, blocks=blocks)
+        self.device = str(storages[0].device.type)
+        self.cores = copying_cores()
+        self._pages: list[HugePages] = []
+        self.copier: BlockCopier
+        if self.device == "cpu":
+            self.copier = CpuBlockCopier(self.layout, [storage.numpy() for storage in storages])
+            self._pages = [
+                HugePages(storage.data_ptr(), storage.numel(), cores=self.cores) for storage in storages
+            ]
+        else:
+            from kvferry.engines.vllm.cuda_copy import CudaBlockCopier
+
+            self.copier = CudaBlockCopier(self.layout, storages, blocks_per_part=blocks_per_chunk)
+
+    def wait_for_pages(self, timeout_s: float) -> bool:
+        """Whether huge pages are in place everywhere they will be."""
+        return all(pages.wait(timeout_s) for pages in self._pages)
+
+    def close(self) -> None:
+        """Before the engine's memory goes away."""
+        for pages in self._pages:
+            pages.close()
+        self.copier.close()
+
+
+class WorkerSide:
+    """Hooks run in vLLM's thread and only hand over; results are collected once per step.
+
+    connect: makes the client once the scheduler side has said where and as whom.
+    """
+
+    def __init__(self, memory: KvMemory, *, rank: int, connect: Connect) -> None:
+        self.stats = KvferryStats()
+        self._memory = memory
+        self._rank = rank
+        self._connect = connect
+        self._store: Store | None = None
+        self._pinned: PinnedMemory | None = None
+        self._lock = threading.Lock()
+        self._loaded: list[tuple[LoadResult, list[int]]] = []
+        self._saved: list[SaveResult] = []
+        self._failed_blocks: set[int] = set()
+        self._results: list[LoadResult] = []
+        self._assignment: Assignment | None = None
+        self._plan_step = 0
+        self._timed_step = 0
+        self._saves: tuple[SaveSpec, ...] = ()
+        self._loader = Loader(
+            memory.copier,
+            on_thread_start=lambda: place_thread(memory.cores, background=False),
+            on_done=self._load_done,
+        )
+        self._saver = Saver(
+            memory.copier,
+            on_thread_start=lambda: place_thread(memory.cores, background=True),
+            on_done=self._save_done,
+        )
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
+
+    # -- from copying threads ----------------------------------------------------------------------
+
+    def _load_done(self, result: LoadResult, failed: list[int]) -> None:
+        with self._lock:
+            self._loaded.append((result, failed))
+
+    def _save_done(self, result: SaveResult) -> None:
+        with self._lock:
+            self._saved.append(result)
+
+    # -- one step, in this order -------------------------------------------------------------------
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """The earliest hook of a step: loads start before the forward pass. Once per plan."""
+        if plan.step == self._plan_step:
+            return
+        self._plan_step = plan.step
+        self._timed_step = plan.step if plan.timed else 0
+        self._saves = plan.saves
+        for request_id in plan.cancelled:
+            self._loader.cancel(request_id)
+        self.fail(plan.failed)
+        store, assignment = self._reach(plan), self._assignment
+        if not plan.loads:
+            return
+        after = self._memory.copier.fence()
+        for spec in plan.loads:
+            if store is None or assignment is None:
+                self.fail([(spec.request_id, [b for blocks in spec.blocks for b in blocks])])
+                continue
+            part = assignment.parts[self._rank]
+            stream = store.load(spec.tickets[part.number])
+            self._loader.submit(LoadJob(spec, stream, part=part, after=after))
+
+    def end_step(self) -> None:
+        """After the forward pass: what it computed may be copied out."""
+        saves, self._saves = self._saves, ()
+        if not saves:
+            return
+        store, assignment = self._store, self._assignment
+        after = self._memory.copier.fence()
+        for spec in saves:
+            if store is None or assignment is None:
+                self._save_done(SaveResult(spec.save_id, (), len(spec.chunks), 0))
+            else:
+                part = assignment.parts[self._rank]
+                self._saver.submit(spec, store, part=part, rank=self._rank, after=after)
+
+    def finished_loads(self) -> set[str]:
+        """Requests whose loads have ended since the last call; their failed blocks come with it."""
+        with self._lock:
+            loaded, self._loaded = self._loaded, []
+        for result, failed in loaded:
+            self._results.append(result)
+            self._failed_blocks.update(failed)
+        return {result.request_id for result, _ in loaded}
+
+    def failed_blocks(self) -> set[int]:
+        """Blocks of the loads just reported that must be recomputed."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def report(self) -> WorkerReport | None:
+        """For the scheduler side; None when there is nothing to say."""
+        with self._lock:
+            saves, self._saved = self._saved, []
+        loads, self._results = self._results, []
+        steps = [self._timed_step] if self._timed_step else []
+        self._timed_step = 0
+        return WorkerReport(loads, saves, steps) if loads or saves or steps else None
+
+    def fail(self, loads: Sequence[tuple[str, Sequence[int]]]) -> None:
+        """Report loads that were never begun as failed, all of their blocks."""
+        for request_id, blocks in loads:
+            self._load_done(LoadResult(request_id, 0, 0, 0.0, "not begun"), list(blocks))
+
+    def decline(self, plan: StepPlan) -> None:
+        """The side is switched off: whatever the plan wants is answered at once."""
+        if plan.step == self._plan_step:
+            return
+        self._plan_step = plan.step
+        self.fail(plan.failed)
+        self.fail([(spec.request_id, [b for bs in spec.blocks for b in bs]) for spec in plan.loads])
+        for save in plan.saves:
+            self._save_done(SaveResult(save.save_id, (), len(save.chunks), 0))
+
+    # -- the node ----------------------------------------------------------------------------------
+
+    def _reach(self, plan: StepPlan) -> Store | None:
+        """The client; made with the first plan, since only the scheduler side knows the namespace."""
+        if self._store is None and plan.assignment is not None:
+            self._assignment = plan.assignment
+            self._store = self._connect(plan.assignment, self._rank)
+        return self._store
+
+    def close(self) -> None:
+        """Ends transfers, joins threads, closes the connection. Idempotent."""
+        self._loader.close()
+        self._saver.close()
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        self._memory.close()
