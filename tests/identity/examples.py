@@ -109,9 +109,10 @@ CHAINS: dict[str, tuple[int, int, Extras]] = {
 
 
 def plain_json(value: Any) -> Any:
-    """Dataclasses as objects, bytes as hexadecimal, enums as their values."""
+    """Dataclasses as objects (fields as the encoding names them), bytes as hexadecimal, enums as values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: plain_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        names = [field.metadata.get("encoded_as", field.name) for field in dataclasses.fields(value)]
+        return {name: plain_json(getattr(value, name)) for name in names}
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, (tuple, list)):

@@ -17,6 +17,10 @@ def _variants(value: Any, path: str = "spec") -> Iterator[tuple[str, Any]]:
     """Copies of ``value`` that differ in one place each, found by walking the dataclasses' fields."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
+            if field.name in ("kv_heads", "tensor_ranks"):  # one must divide the other
+                current = getattr(value, field.name)
+                yield f"{path}.{field.name}", (value, field.name, 2 * current or 4)
+                continue
             for place, changed in _variants(getattr(value, field.name), f"{path}.{field.name}"):
                 yield place, (value, field.name, changed)
     elif isinstance(value, tuple):
@@ -42,7 +46,7 @@ def _variants(value: Any, path: str = "spec") -> Iterator[tuple[str, Any]]:
 
 def _rebuild(change: Any) -> Any:
     """Apply a nested change without the checks of __post_init__: the encoding is what is tested."""
-    if isinstance(change, tuple) and len(change) == 3 and dataclasses.is_dataclass(change[0]):
+    if isinstance(change, tuple) and len(change) == 3 and isinstance(change[1], str):
         original, name, changed = change
         copy = object.__new__(type(original))
         for field in dataclasses.fields(original):
@@ -84,6 +88,20 @@ def _is_palindrome(path: str) -> bool:
     for step in path.removeprefix("spec.").removesuffix(" reversed").replace("[", ".[").split("."):
         value = value[int(step[1:-1])] if step.startswith("[") else getattr(value, step)
     return bool(value == value[::-1])
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "ranks", "equal"), [(1, (1, 2, 8), True), (2, (2, 4), True), (8, (1, 2), False)]
+)
+def test_engines_whose_ranks_hold_equal_bytes_share_a_namespace(
+    kv_heads: int, ranks: tuple[int, ...], equal: bool
+) -> None:
+    found = set()
+    for count in ranks:
+        group = dataclasses.replace(PLAIN.geometry.groups[0], kv_heads=kv_heads)
+        geometry = dataclasses.replace(PLAIN.geometry, groups=(group,), tensor_ranks=count)
+        found.add(fingerprint(dataclasses.replace(PLAIN, geometry=geometry)))
+    assert (len(found) == 1) is equal
 
 
 def test_text_cannot_move_from_one_field_to_the_next() -> None:

@@ -7,7 +7,7 @@ that some rank holds; a *part* is one shard of one group of one chunk.
 import enum
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from kvferry.errors import BrokenError, MisconfiguredError
@@ -89,11 +89,14 @@ class Geometry:
 
     chunk_tokens: tokens per chunk, a multiple of every group's block_tokens.
     tensor_ranks, pipeline_ranks: the engine's parallel sizes. Data-parallel ranks are separate engines.
+
+    The namespace holds ``tensor_shards``, not ``tensor_ranks``: engines whose ranks hold equal bytes (MLA,
+    fewer KV heads than ranks) share parts whatever their number of ranks.
     """
 
     groups: tuple[KvGroup, ...]
     chunk_tokens: int
-    tensor_ranks: int = 1
+    tensor_ranks: int = field(default=1, metadata={"encoded_as": "tensor_shards"})
     pipeline_ranks: int = 1
 
     def __post_init__(self) -> None:

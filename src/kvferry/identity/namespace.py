@@ -162,7 +162,9 @@ def _append(out: bytearray, value: object, path: str) -> None:
             for index, item in enumerate(value):
                 _append(out, item, f"{path}[{index}]")
         case _ if dataclasses.is_dataclass(value):
-            names = sorted(field.name for field in dataclasses.fields(value))
+            names = sorted(
+                field.metadata.get("encoded_as", field.name) for field in dataclasses.fields(value)
+            )
             out += b"r" + struct.pack("<I", len(names))
             for name in names:
                 _append_sized(out, b"", name.encode("ascii"), path)
