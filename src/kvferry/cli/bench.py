@@ -3,6 +3,8 @@
 import argparse
 import importlib
 
+from kvferry.cli.parser import Parser
+
 BENCHMARKS = {
     "tiers": ("kvferry.bench.tiers", "Valkey to pool and back, against bare sockets and the usual clients"),
     "engines": ("kvferry.bench.engines", "time to first token from each tier, against the engine's own hit"),
@@ -10,15 +12,18 @@ BENCHMARKS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One sub-command per benchmark, each with arguments of its own."""
-    benchmarks = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
-    for name, (module, line) in BENCHMARKS.items():
-        sub = benchmarks.add_parser(name, help=line, description=line[0].upper() + line[1:] + ".")
-        importlib.import_module(module).add_arguments(sub)
+    """The name of a benchmark; what follows is the benchmark's own."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "\n".join(f"{name:<8} {line}" for name, (_, line) in BENCHMARKS.items())
+    parser.add_argument("benchmark", choices=sorted(BENCHMARKS), help="see below")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its arguments, or --help")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run it."""
-    module, _ = BENCHMARKS[args.benchmark]
-    code: int = importlib.import_module(module).main(args)
+    """Import that benchmark, parse its arguments and run it."""
+    module, line = BENCHMARKS[args.benchmark]
+    benchmark = importlib.import_module(module)
+    parser = Parser(prog=f"kvferry bench {args.benchmark}", description=line, allow_abbrev=False)
+    benchmark.add_arguments(parser)
+    code: int = benchmark.main(parser.parse_args(args.rest))
     return code

@@ -21,13 +21,13 @@ def main(args: argparse.Namespace) -> int:
     """Ask the node and say how much went."""
     from kvferry.client.admin import AdminClient
 
+    namespace = _namespace(args.namespace)
     with AdminClient(args.socket) as admin:
-        answer = admin.drop(args.tier, namespace=_namespace(args.namespace))
-    print(
-        json.dumps(answer)
-        if args.json
-        else f"dropped {format_size(answer['dropped_bytes'])} from {args.tier}"
-    )
+        dropped_bytes = admin.drop(args.tier, namespace=namespace)
+    if args.json:
+        print(json.dumps({"tier": args.tier, "dropped_bytes": dropped_bytes}))
+    else:
+        print(f"dropped {format_size(dropped_bytes)} from {args.tier}")
     return 0
 
 

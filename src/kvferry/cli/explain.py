@@ -2,12 +2,12 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from kvferry.cli.table import count, duration
 from kvferry.config import default_socket_path, format_size
-from kvferry.errors import RefusedError
 
 # What a reason means, for people; the words are those of the node's answers.
 MEANING = {
@@ -29,6 +29,8 @@ MEANING = {
     "timeout": "the node did not answer within the bounded wait",
     "node-restarted": "the node restarted in between",
     "refused": "the node declined",
+    "ended": "the engine had ended the load already",
+    "closed": "the engine was shutting down",
 }
 
 
@@ -95,11 +97,14 @@ def main(args: argparse.Namespace) -> int:
     from kvferry.client.admin import AdminClient
 
     with AdminClient(args.socket) as admin:
-        answer = admin.explain(args.request)
-    records: list[dict[str, Any]] = answer["requests"]
+        records = admin.explain(args.request)
+    if args.json:
+        print(json.dumps(records, indent=2))
+    elif records:
+        print("\n\n".join(map(render, records)))
     if not records:
-        raise RefusedError(
-            f"the node knows no request {args.request!r}; it keeps the newest few thousand of its own engines"
+        print(
+            f"kvferry: the node knows no request {args.request!r}; it keeps the newest few thousand",
+            file=sys.stderr,
         )
-    print(json.dumps(answer, indent=2) if args.json else "\n\n".join(map(render, records)))
-    return 0
+    return 0 if records else 1

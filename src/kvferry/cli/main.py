@@ -1,7 +1,7 @@
 """``kvferry VERB``: finds the verb, and turns every expected error into one line and an exit code.
 
-Exit codes: 0 done, 1 it did not work (no node, a failed check), 2 bad input or refused, 130 interrupted. A verb is
-a module with ``add_arguments(parser)`` and ``main(args) -> int``, imported only when it is asked for.
+Exit codes: 0 done, 1 it did not work (no node, a failed check), 2 bad input or refused, 130 interrupted.
+A verb is a module with ``add_arguments(parser)`` and ``main(args) -> int``, imported only when asked for.
 """
 
 import argparse
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn, Protocol, cast
 
 from kvferry import __version__
+from kvferry.cli.parser import Parser
 from kvferry.errors import KvferryError, MisconfiguredError, RefusedError
 
 EXIT_FAILED = 1
@@ -47,24 +48,8 @@ class Verb(Protocol):
         ...
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line, with the nearest argument that exists."""
-
-    def error(self, message: str) -> NoReturn:
-        words = message.rsplit(" ", 1)
-        if message.startswith("unrecognized arguments: --"):
-            from kvferry.config import suggestion
-
-            wrong = message.split()[2].partition("=")[0]
-            options = [name for action in self._actions for name in action.option_strings]
-            message = f"unknown argument {wrong}; {suggestion(wrong, options)}"
-        elif len(words) == 2 and "usage" not in message:
-            message = f"{message}; see {self.prog} --help"
-        raise MisconfiguredError(message)
-
-
-def _overview() -> _Parser:
-    parser = _Parser(
+def _overview() -> Parser:
+    parser = Parser(
         prog="kvferry",
         description="A computed prompt prefix as a fleet-wide asset.",
         epilog=EPILOG,
@@ -92,7 +77,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         raise MisconfiguredError(f"unknown verb {name!r}; {suggestion(name, VERBS)}")
     module, line = VERBS[name]
     verb = cast(Verb, importlib.import_module(module))
-    parser = _Parser(prog=f"kvferry {name}", description=line[0].upper() + line[1:] + ".", allow_abbrev=False)
+    parser = Parser(prog=f"kvferry {name}", description=line[0].upper() + line[1:] + ".", allow_abbrev=False)
     verb.add_arguments(parser)
     return verb.main(parser.parse_args(argv[1:]))
 

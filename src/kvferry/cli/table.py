@@ -30,8 +30,10 @@ def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f}%" if whole else "-"
 
 
-def duration(seconds: float) -> str:
-    """``12 ms``, ``3.4 s``, ``5 min``, ``7.2 h``."""
+def duration(seconds: float | None) -> str:
+    """``12 ms``, ``3.4 s``, ``5 min``, ``7.2 h``; ``unknown`` for None."""
+    if seconds is None:
+        return "unknown"
     if seconds < 1:
         return f"{seconds * 1000:.1f} ms" if seconds < 0.01 else f"{seconds * 1000:.0f} ms"
     if seconds < 120:

@@ -1,0 +1,172 @@
+"""What each verb prints, for people and for programs."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.servers import free_ports
+
+import kvferry
+from kvferry.cli import explain as explain_verb
+from kvferry.cli.main import VERBS, main
+from kvferry.cli.table import causes, duration, share, table
+from kvferry.client.admin import AdminClient
+from kvferry.config import NODE_SETTINGS, NodeSettings
+from kvferry.node.explain import Record
+from kvferry.node.node import Node
+from kvferry.node.wire import Reason
+
+SCREEN_LINES = 24
+SCREEN_COLUMNS = 110
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    running = Node(NodeSettings(pool_bytes=64 << 20, socket_path=tmp_path / "node.sock", metrics_port=0))
+    running.start()
+    yield running
+    running.close()
+
+
+def test_the_overview_names_every_verb_and_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= SCREEN_LINES
+    assert max(map(len, lines)) <= SCREEN_COLUMNS
+    for verb in VERBS:
+        assert any(line.startswith(f"  {verb} ") for line in lines)
+
+
+def test_help_of_the_node_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["node", "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= SCREEN_LINES
+    for setting in NODE_SETTINGS:
+        assert (setting.variable if setting.environment_only else setting.flag) in text
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"kvferry {kvferry.__version__}\n"
+
+
+def test_starting_the_command_loads_neither_torch_nor_an_engine_nor_the_metrics() -> None:
+    probe = (
+        "import sys, kvferry, kvferry.cli.main, kvferry.config, kvferry.client.admin;"
+        "kvferry.cli.main.main(['--help']);"
+        "print(sorted({'torch','vllm','numpy','transformers','prometheus_client'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_flag_survives_a_shell_and_holds_only_what_differs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["flags", "vllm"]) == 0
+    flag, value = shlex.split(capsys.readouterr().out)
+    assert flag == "--kv-transfer-config"
+    assert json.loads(value) == {
+        "kv_connector": "KvferryConnector",
+        "kv_connector_module_path": "kvferry.engines.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+    argv = ["flags", "vllm", "--json", "--socket", "/run/it's.sock", "--chunk-tokens", "256", "--domain", "a"]
+    assert main(argv) == 0
+    extra = json.loads(capsys.readouterr().out)["kv_connector_extra_config"]
+    assert extra == {"socket": "/run/it's.sock", "chunk_tokens": 256, "domain": "a"}
+
+
+def test_status_shows_people_units_and_programs_everything(
+    node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--socket", str(tmp_path / "node.sock")]) == 0
+    text = capsys.readouterr().out
+    assert "0 B of 64 MiB" in text
+    assert "no engine is connected" in text
+    assert main(["status", "--json", "--socket", str(tmp_path / "node.sock")]) == 0
+    assert json.loads(capsys.readouterr().out)["pool_bytes"] == node.statistics().pool_bytes
+
+
+def test_dropping_says_how_much(node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    del node
+    assert main(["drop", "memory", "--json", "--socket", str(tmp_path / "node.sock")]) == 0
+    assert json.loads(capsys.readouterr().out) == {"tier": "memory", "dropped_bytes": 0}
+
+
+def test_an_unknown_request_is_a_failure_not_a_traceback(
+    node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del node
+    assert main(["explain", "nobody", "--socket", str(tmp_path / "node.sock")]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "'nobody'" in err
+
+
+def test_every_reason_of_an_answer_has_a_meaning() -> None:
+    assert {reason.value for reason in Reason} <= set(explain_verb.MEANING)
+
+
+def test_explain_tells_tiers_and_the_first_missing_chunk() -> None:
+    record = Record(
+        "cmpl-1", 0.0, engine="A", chunk_tokens=128, prompt_tokens=1300, chunks=10, engine_chunks=1
+    )
+    record.reused_chunks = {"memory": 4, "valkey": 2}
+    record.reused_bytes = {"memory": 4 << 20, "valkey": 2 << 20}
+    record.first_missing_chunk, record.reason = 7, "absent"
+    document = {name: getattr(record, name) for name in Record.__dataclass_fields__}
+    text = explain_verb.render(document)
+    assert "memory    4 chunks = 512 tokens, 4 MiB" in text
+    assert "valkey    2 chunks = 256 tokens, 2 MiB" in text
+    assert "chunk 7 is the first one not reused: absent (no tier has the next chunk)" in text
+
+
+def test_a_node_serves_until_it_is_told_to_stop_and_leaves_no_socket(tmp_path: Path) -> None:
+    path = tmp_path / "node.sock"
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "kvferry", "node", "--pool", "64MiB"]
+    command += ["--socket", str(path), "--metrics-port", str(port)]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ)
+    try:
+        give_up = time.monotonic() + 30
+        while not path.exists() and process.poll() is None and time.monotonic() < give_up:
+            time.sleep(0.02)
+        with AdminClient(path) as admin:
+            assert admin.status()["pid"] == process.pid
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, err
+    assert out == b""
+    assert not path.exists()
+
+
+def test_tables_align_numbers_right_and_words_left() -> None:
+    assert table(["A", "N"], [["x", "10"], ["long", "5"]]) == "A      N\nx     10\nlong   5"
+
+
+def test_numbers_carry_units() -> None:
+    assert [duration(s) for s in (0.0042, 0.5, 3.21, 600, 9000)] == [
+        "4.2 ms",
+        "500 ms",
+        "3.2 s",
+        "10 min",
+        "2.5 h",
+    ]
+    assert share(1, 3) == "33%"
+    assert share(0, 0) == "-"
+    assert causes({"a": 1, "b": 1200, "c": 0}) == "b 1,200, a 1"
+    assert causes({}) == "none"
