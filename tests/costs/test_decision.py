@@ -53,6 +53,12 @@ def test_a_slow_tier_is_recomputed() -> None:
 
 def test_nothing_found_is_nothing_to_load() -> None:
     assert choose(prospect()).reason is DecisionReason.NOTHING_FOUND
+    beyond = prospect(("valkey", 46), prompt_tokens=0)
+    assert choose(beyond, valkey=FAST).reason is DecisionReason.NOTHING_FOUND
+
+
+def test_chunks_past_the_prompt_are_not_loaded() -> None:
+    assert choose(prospect(("valkey", 46), prompt_tokens=1000), valkey=FAST).load_chunks == 8
 
 
 def test_the_head_is_loaded_when_only_the_tail_is_slow() -> None:
@@ -145,7 +151,8 @@ def test_every_decision_is_bounded(
     found: Prospect, prefill: PrefillModel | None, known: dict[str, TierRate], limit: Limits
 ) -> None:
     decision = decide(found, prefill=prefill, rates=known, limits=limit)
-    total = sum(run.chunks for run in found.runs)
+    total = found.useful_chunks
+    assert total <= sum(run.chunks for run in found.runs)
     assert 0 <= decision.load_chunks <= total
     assert 0 < decision.deadline_s <= limit.cap_s
     assert 0 < decision.stall_s <= decision.deadline_s
@@ -181,5 +188,5 @@ def test_the_choice_is_as_good_as_trying_every_length(
         rest = prefill.seconds(wanted - tokens, found.computed_tokens + tokens)
         return max(load, found.queued_s) + rest
 
-    best = min(first_token_s(count) for count in range(sum(run.chunks for run in found.runs) + 1))
+    best = min(first_token_s(count) for count in range(found.useful_chunks + 1))
     assert first_token_s(decision.load_chunks) <= best * 1.05 + 0.001

@@ -51,7 +51,8 @@ class Prospect:
     """One request and what was found for it.
 
     computed_tokens: what the engine has itself; the found chunks follow it. runs: the found chunks, in
-    order. queued_s: GPU seconds of work before this request; a load is free while they last.
+    order; those past the prompt's end are of no use. queued_s: GPU seconds of work before this request;
+    a load is free while they last.
     """
 
     prompt_tokens: int
@@ -59,6 +60,16 @@ class Prospect:
     chunk_tokens: int
     runs: Sequence[TierRun]
     queued_s: float = 0.0
+
+    @property
+    def wanted_tokens(self) -> int:
+        """Prompt tokens that must be loaded or computed."""
+        return max(self.prompt_tokens - self.computed_tokens, 0)
+
+    @property
+    def useful_chunks(self) -> int:
+        """How many of the found chunks hold tokens of the prompt."""
+        return min(sum(run.chunks for run in self.runs), -(-self.wanted_tokens // self.chunk_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +103,7 @@ def decide(
     no GPU time, so it is hidden behind queued work, and what it saves unblocks those behind it.
     """
     limits = limits if limits is not None else Limits()
-    found = sum(run.chunks for run in prospect.runs)
+    found = prospect.useful_chunks
     if found == 0:
         return _decision(
             prospect, 0, DecisionReason.NOTHING_FOUND, prefill=prefill, rates=rates, limits=limits
@@ -102,7 +113,7 @@ def decide(
     if fitting == 0:
         reason = DecisionReason.RECOMPUTE_CAP
     elif _load_seconds(prospect.runs, fitting, rates) is None:
-        reason = DecisionReason.UNMEASURED
+        reason = DecisionReason.UNMEASURED if fitting == found else reason
     elif prefill is not None:
         best = _fastest(prospect, fitting, prefill, rates)
         if best < fitting:
@@ -115,14 +126,20 @@ def decide(
 def _fastest(prospect: Prospect, fitting: int, prefill: PrefillModel, rates: Mapping[str, TierRate]) -> int:
     """Of the candidate lengths the one with the least time to the first token; the longest of equals."""
     runs = prospect.runs
-    candidates = {0, fitting, _fitting(runs, fitting, rates=rates, within_s=prospect.queued_s)}
+    whole = prospect.wanted_tokens // prospect.chunk_tokens  # without a chunk that the prompt only begins
+    candidates = {
+        0,
+        fitting,
+        min(whole, fitting),
+        _fitting(runs, fitting, rates=rates, within_s=prospect.queued_s),
+    }
     end = 0
     for run in runs:
         end += run.chunks
         if end < fitting:
             hidden = _load_seconds(runs, end, rates) or 0.0  # what other tiers bring in the same time
             candidates |= {end, _fitting(runs, fitting, rates=rates, within_s=hidden)}
-    wanted = max(prospect.prompt_tokens - prospect.computed_tokens, 0)
+    wanted = prospect.wanted_tokens
 
     def seconds(chunks: int) -> tuple[float, int]:
         tokens = min(chunks * prospect.chunk_tokens, wanted)
@@ -188,7 +205,7 @@ def _decision(
     recompute_s = None
     deadline_s = limits.cap_s
     if prefill is not None:
-        wanted = max(prospect.prompt_tokens - prospect.computed_tokens, 0)
+        wanted = prospect.wanted_tokens
         tokens = min(chunks * prospect.chunk_tokens, wanted)
         recompute_s = prefill.seconds(tokens, prospect.computed_tokens)
         deadline_s = min(limits.cap_s, max(limits.floor_s, prospect.queued_s + limits.multiple * recompute_s))
