@@ -54,10 +54,9 @@ class AdminClient:
         found: list[dict[str, Any]] = self._ask(ExplainQuery(request_id=request_id))["requests"]
         return found
 
-    def drop(self, tier: str, *, namespace: bytes = b"") -> int:
-        """Forget what a tier holds, of one namespace or all. Returns the bytes dropped."""
-        dropped: int = self._ask(DropQuery(tier=tier, namespace=namespace))["dropped_bytes"]
-        return dropped
+    def drop(self, tier: str, *, namespace: bytes = b"") -> dict[str, Any]:
+        """Forget what a tier holds, of one namespace or all: ``{"dropped_bytes": N}``."""
+        return self._ask(DropQuery(tier=tier, namespace=namespace))
 
     def close(self) -> None:
         """Idempotent."""

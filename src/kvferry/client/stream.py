@@ -11,6 +11,7 @@ from kvferry.node.wire import Place
 from kvferry.pool.arena import ArenaMapping
 
 COPIED_BATCH = 16
+GRACE_S = 0.1
 
 
 class StreamOwner(Protocol):
@@ -54,6 +55,8 @@ class LoadStream:
         self._next = ticket.first_chunk
         self._last = ticket.first_chunk + len(ticket.places)
         self._progress = clock()
+        # A request that waited long in the engine's queue still gets what the node has ready.
+        self._deadline = max(ticket.deadline, self._progress + GRACE_S)
         self._end: LoadEnd | None = None
         self._copied: list[int] = []
         self._closed = False
@@ -82,7 +85,7 @@ class LoadStream:
                     self._flush()
                     self._owner.pump()
                     continue
-                wait_s = min(give_up, self.ticket.deadline, self._progress + self.ticket.stall_s) - now
+                wait_s = min(give_up, self._deadline, self._progress + self.ticket.stall_s) - now
                 if give_up <= now:
                     return Pending.PENDING
                 self._changed.wait(max(wait_s, 0.0))
@@ -134,7 +137,7 @@ class LoadStream:
             self._next += 1
             view = self._mapping.view(place.offset, self._part_bytes)
             return ReadyPart(index, view, split_checksums(place.checksums))
-        if now >= self.ticket.deadline:
+        if now >= self._deadline:
             self.ended(Reason.DEADLINE, self._next)
             return self._end
         if now >= self._progress + self.ticket.stall_s:

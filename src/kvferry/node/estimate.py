@@ -1,23 +1,33 @@
-"""Load or recompute: what the node knows, put to the shared estimator."""
+"""Load or recompute: what the node knows, put to the shared estimator (``kvferry.costs``)."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.node.state import NodeState
-from kvferry.node.wire import Prefill, Tier
+from kvferry.costs import (
+    DecisionReason,
+    Limits,
+    PrefillModel,
+    Prospect,
+    TierRun,
+    decide,
+)
+from kvferry.node.state import Namespace, NodeState
+from kvferry.node.wire import Lookup, Tier
 
-STALL_S = 1.0
+STALL_CAP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """load_chunks: how many of the available ones to load. Times in seconds, from now."""
+    """load_chunks: how many of the available ones to load. Seconds, from now; None where unknown."""
 
     load_chunks: int
     deadline_s: float
     stall_s: float
-    load_s: float
-    recompute_s: float
+    load_s: float | None
+    recompute_s: float | None
+    choice: DecisionReason
 
 
 class Estimator:
@@ -26,17 +36,46 @@ class Estimator:
     def __init__(self, state: NodeState) -> None:
         self._state = state
 
-    def decide(
-        self,
-        *,
-        prefill: Prefill,
-        tiers: Sequence[Tier],
-        chunk_bytes: int,
-        chunk_tokens: int,
-        first_chunk: int,
-        prompt_tokens: int,
-        queued_s: float,
-        deadline_cap_s: float,
-    ) -> Verdict:
-        """How many of these chunks are worth loading, and by when they must be there."""
-        return Verdict(len(tiers), deadline_cap_s, min(STALL_S, deadline_cap_s), 0.0, 0.0)
+    def decide(self, asked: Lookup, space: Namespace, tiers: Sequence[Tier]) -> Verdict:
+        """How many of these chunks are worth loading, and by when they must be there.
+
+        tiers: where each available chunk lies, from ``asked.first_chunk`` on.
+        """
+        now = self._state.loop.clock()
+        fetching = self._state.fetch_rate
+        cap_s = self._state.deadline_cap_s
+        if asked.deadline_cap_s:
+            cap_s = min(cap_s, asked.deadline_cap_s)
+        decision = decide(
+            Prospect(
+                prompt_tokens=asked.prompt_tokens,
+                computed_tokens=asked.first_chunk * space.chunk_tokens,
+                chunk_tokens=space.chunk_tokens,
+                runs=[
+                    TierRun(tier.name.lower(), sum(1 for _ in run), space.chunk_bytes)
+                    for tier, run in itertools.groupby(tiers)
+                ],
+                queued_s=asked.queued_s,
+            ),
+            prefill=_prefill(asked),
+            rates={"valkey": fetching.rate(now)},
+            limits=Limits(cap_s=cap_s),
+        )
+        if decision.reason is DecisionReason.PROBE:
+            fetching.probing(now)
+        return Verdict(
+            load_chunks=decision.load_chunks,
+            deadline_s=decision.deadline_s,
+            stall_s=min(decision.stall_s, STALL_CAP_S),
+            load_s=decision.load_s,
+            recompute_s=decision.recompute_s,
+            choice=decision.reason,
+        )
+
+
+def _prefill(asked: Lookup) -> PrefillModel | None:
+    """The engine's coefficients; all zero while it has measured nothing."""
+    model = asked.prefill
+    if not (model.base_s or model.per_token_s or model.per_token2_s):
+        return None
+    return PrefillModel(model.base_s, model.per_token_s, model.per_token2_s)

@@ -30,8 +30,9 @@ class Record:
     first_missing_chunk: int | None = None
     reason: str = ""
     lookup_s: float = 0.0
-    load_estimate_s: float = 0.0
-    recompute_estimate_s: float = 0.0
+    load_estimate_s: float = 0.0  # 0 while unknown
+    recompute_estimate_s: float = 0.0  # 0 while unknown
+    choice: str = ""
     deadline_s: float = 0.0
     load_s: float = 0.0
     load_reason: str = ""

@@ -28,6 +28,7 @@ class Batch:
     unfinished: int = 0
     deadline: float = 0.0  # monotonic
     cancelled: bool = False
+    measured: bool = True  # every part so far says something about the tier's speed
 
     def ends_before(self, deadline: float) -> bool:
         """Whether a part of it that is LATE need not be late for someone with this deadline."""

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
+from kvferry.costs import TransferTicket
 from kvferry.errors import BrokenError, RefusedError
 from kvferry.identity.names import PartKey, PartRef
 from kvferry.node.fetches import Batch, FetchTable, Waiter
@@ -27,6 +29,13 @@ _REASONS = {
     Outcome.LATE: Reason.DEADLINE,
     Outcome.FAILED: Reason.FAILED,
 }
+
+
+class _Running(NamedTuple):
+    """A batch with the tier. timing: for the estimate of the tier's speed."""
+
+    transfer: Transfer
+    timing: TransferTicket
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +72,7 @@ class Loads:
         self._loads: dict[int, LiveLoad] = {}
         self._by_connection: dict[Connection, set[int]] = {}
         self._fetches = FetchTable()
-        self._transfers: dict[int, Transfer] = {}
+        self._transfers: dict[int, _Running] = {}
         self._blocked: dict[LiveLoad, None] = {}
         self._talking: dict[LiveLoad, None] = {}
         self._room_changed = False
@@ -283,14 +292,18 @@ class Loads:
             post(partial(self._fetched, keys[index], result))
 
         batch.deadline = live.deadline
-        self._transfers[batch.number] = tier.fetch(items, deadline=live.deadline, done=done)
+        nbytes = sum(item.ref.nbytes for item in items)
+        timing = self._state.fetch_rate.begin(nbytes, self._state.loop.clock())
+        transfer = tier.fetch(items, deadline=live.deadline, done=done)
+        self._transfers[batch.number] = _Running(transfer, timing)
 
     def _fetched(self, key: PartKey, result: FetchResult) -> None:
         """The tier is done with one part: its slot is nobody's but ours again."""
         state = self._state
         waiters, batch = self._fetches.finish(key)
+        batch.measured &= result.outcome in (Outcome.OK, Outcome.LATE) and not batch.cancelled
         if batch.unfinished == 0:
-            self._transfers.pop(batch.number, None)
+            self._learn(batch, self._transfers.pop(batch.number).timing)
         self._room_changed = True
         if result.outcome is Outcome.OK:
             state.counters.fetched_parts += 1
@@ -317,6 +330,13 @@ class Loads:
             else:
                 self._cut(live, waiter.at.position, _REASONS.get(result.outcome, Reason.GONE))
 
+    def _learn(self, batch: Batch, timing: TransferTicket) -> None:
+        """A whole batch is done: what it says about the tier's speed."""
+        if batch.measured:
+            self._state.fetch_rate.end(timing, self._state.loop.clock())
+        else:
+            self._state.fetch_rate.forget(timing)
+
     def _arrived(self, live: LiveLoad, at: At, slot: Slot) -> None:
         live.unsent.setdefault(at.part, []).append(self._place(live, at, slot))
         self._talking[live] = None
@@ -331,7 +351,7 @@ class Loads:
         for at in left.fetching:
             batch = self._fetches.leave(live.key(at), Waiter(live.load_id, at))
             if batch is not None and batch.number in self._transfers:
-                self._transfers[batch.number].cancel()
+                self._transfers[batch.number].transfer.cancel()
         self._room_changed = True
 
     def _tell(self, live: LiveLoad) -> None:

@@ -195,17 +195,7 @@ class Lookups:
             else Tier.VALKEY
             for at in range(available)
         ]
-        cap = self._state.deadline_cap_s
-        verdict = self._estimator.decide(
-            prefill=asked.prefill,
-            tiers=tiers,
-            chunk_bytes=space.chunk_bytes,
-            chunk_tokens=space.chunk_tokens,
-            first_chunk=asked.first_chunk,
-            prompt_tokens=asked.prompt_tokens,
-            queued_s=asked.queued_s,
-            deadline_cap_s=min(cap, asked.deadline_cap_s) if asked.deadline_cap_s else cap,
-        )
+        verdict = self._estimator.decide(asked, space, tiers)
         if verdict.load_chunks < available:
             self._state.counters.recomputed_chunks += available - verdict.load_chunks
             reason = Reason.CHEAPER
@@ -323,8 +313,9 @@ class Lookups:
         reach = asked.first_chunk + len(tiers)
         record.first_missing_chunk = reach if reach < len(lookup.prompt) else None
         if verdict is not None:
-            record.load_estimate_s = verdict.load_s
-            record.recompute_estimate_s = verdict.recompute_s
+            record.load_estimate_s = verdict.load_s or 0.0
+            record.recompute_estimate_s = verdict.recompute_s or 0.0
+            record.choice = verdict.choice.value
             record.deadline_s = verdict.deadline_s
 
     def _refresh_recency(self, lookup: _Pending, tiers: Sequence[Tier]) -> None:

@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvferry.costs import RateEstimate
 from kvferry.identity.names import PartKey
 from kvferry.node.counters import Counters
 from kvferry.node.explain import ExplainRing
@@ -67,6 +68,7 @@ class NodeState:
     counters: Counters = field(default_factory=Counters)
     explain: ExplainRing = field(default_factory=ExplainRing)
     evictions: Evictions = field(default_factory=Evictions)
+    fetch_rate: RateEstimate = field(default_factory=RateEstimate)
     namespaces: dict[bytes, Namespace] = field(default_factory=dict[bytes, Namespace])
     owners: Iterator[Owner] = field(default_factory=lambda: itertools.count(FIRST_OWNER))
 
