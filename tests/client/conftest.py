@@ -5,10 +5,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from tests.node.fleet import Engine, NodeProcess, settings
 
 from kvferry.node.node import Node
 from kvferry.testing.memory_tier import MemoryTier
-from tests.node.fleet import Engine, NodeProcess, settings
 
 
 @pytest.fixture

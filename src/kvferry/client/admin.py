@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from kvferry.client.connection import Handshake, Identity, open_socket
+from kvferry.client.handshake import Handshake, Identity, open_socket
 from kvferry.errors import ClosedError, RefusedError, RetryError
 from kvferry.node.framing import FrameBuffer, decode_from_node, encode, refusal_text
 from kvferry.node.wire import Document, DropQuery, ExplainQuery, Message, Role, StatusQuery

@@ -1,4 +1,4 @@
-"""What engines hand to the clients and get back. Plain tuples: they travel in an engine's own messages."""
+"""What engines hand to the clients and get back. Tickets are plain tuples: engines send them to workers."""
 
 import enum
 from collections.abc import Sequence
@@ -75,7 +75,8 @@ class LoadTicket(NamedTuple):
     stall_s: float
 
 
-class LookupAnswer(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LookupAnswer:
     """count chunks from first_chunk on can be loaded; 0 with the reason when none can.
 
     tiers: a ``Tier`` per counted chunk. parts: per counted chunk a tuple over part numbers; None while
@@ -103,7 +104,8 @@ class LookupAnswer(NamedTuple):
         )
 
 
-class ReadyPart(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ReadyPart:
     """A part to copy. index: chunk number in the prompt. view: read-only pool memory.
 
     Trust the copy only when its stripes' checksums equal these after copying.
@@ -127,7 +129,8 @@ class Pending(enum.Enum):
     PENDING = "pending"
 
 
-class ReservedSlot(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ReservedSlot:
     """index: position in the list that was asked for. view: writable when RESERVED, else None."""
 
     index: int

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.client.connection import Identity, NodeConnection
+from kvferry.client.connection import NodeConnection
+from kvferry.client.handshake import Identity
 from kvferry.client.messages import (
     LookupAnswer,
     LookupRequest,

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.client.connection import Identity, NodeConnection
+from kvferry.client.connection import NodeConnection
+from kvferry.client.handshake import Identity
 from kvferry.client.messages import (
     LoadTicket,
     NamespaceInfo,
@@ -47,6 +48,11 @@ class _Call:
     answer: Reserved | None = None
     lost: bool = False
     late: bool = False
+
+    @property
+    def settled(self) -> bool:
+        """Nothing more to wait for."""
+        return self.lost or self.answer is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +281,7 @@ class WorkerClient:
             if self._connection.breaker.is_open or not self._connection.send(request):
                 return _all_full(digests, index)
             self._calls[ticket] = call
-            while call.answer is None and not call.lost:
+            while not call.settled:
                 left = give_up - self._clock()
                 if left <= 0:
                     self._reserve_timeouts += 1
@@ -285,7 +291,7 @@ class WorkerClient:
                         self._calls.popitem(last=False)
                     return _all_full(digests, index)
                 self._connection.pump()
-                if call.answer is None and not call.lost:
+                if not call.settled:
                     self._changed.wait(left)
             if call.answer is None or self._mapping is None:
                 return _all_full(digests, index)

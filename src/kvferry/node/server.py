@@ -32,6 +32,7 @@ class Handler(Protocol):
 
     def welcome(self, connection: "Connection", hello: Hello) -> tuple[Welcome, int | None]:
         """A client said hello. Returns the answer and the descriptor that goes with it."""
+        ...
 
     def message(self, connection: "Connection", message: FromClient) -> None:
         """A message of an accepted connection."""

@@ -123,7 +123,7 @@ class Prefill(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 # ---- client to node ------------------------------------------------------------------------------
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """First message of every connection."""
 
     protocol: int
@@ -135,7 +135,7 @@ class Hello(Message):
     token: Text = ""
 
 
-class Attach(Message):
+class Attach(Message, frozen=True):
     """Declare a namespace. part_bytes: size of each part of a chunk, by part number."""
 
     namespace: Namespace
@@ -145,7 +145,7 @@ class Attach(Message):
     label: Text = ""
 
 
-class Lookup(Message):
+class Lookup(Message, frozen=True):
     """How far does this prefix reach? chunks: all of the prompt's; loading starts at first_chunk.
 
     ticket: comes back in the answer.
@@ -165,7 +165,7 @@ class Lookup(Message):
     deadline_cap_s: Seconds = 0.0
 
 
-class Join(Message):
+class Join(Message, frozen=True):
     """A worker wants the parts of one load that were not ready in the answer."""
 
     load_id: Count
@@ -173,7 +173,7 @@ class Join(Message):
     part: PartNumber
 
 
-class Copied(Message):
+class Copied(Message, frozen=True):
     """These chunks' parts were copied and verified: their pins may go."""
 
     load_id: Count
@@ -181,7 +181,7 @@ class Copied(Message):
     chunks: Annotated[tuple[ChunkNumber, ...], Meta(max_length=MAX_BATCH)]
 
 
-class Corrupt(Message):
+class Corrupt(Message, frozen=True):
     """A part's bytes did not match its checksums after the copy."""
 
     load_id: Count
@@ -189,13 +189,13 @@ class Corrupt(Message):
     chunk: ChunkNumber
 
 
-class EndLoad(Message):
+class EndLoad(Message, frozen=True):
     """The load is over for every rank; frees what is left of it."""
 
     load_id: Count
 
 
-class Reserve(Message):
+class Reserve(Message, frozen=True):
     """Ask for slots. prefix: digests before the wanted ones, for recency. chunks: the wanted ones."""
 
     ticket: Count
@@ -205,7 +205,7 @@ class Reserve(Message):
     chunks: Digests
 
 
-class Commit(Message):
+class Commit(Message, frozen=True):
     """Publish filled slots."""
 
     namespace: Namespace
@@ -213,7 +213,7 @@ class Commit(Message):
     filled: Annotated[tuple[Filled, ...], Meta(max_length=MAX_BATCH)]
 
 
-class Abandon(Message):
+class Abandon(Message, frozen=True):
     """Give reserved slots back unfilled."""
 
     namespace: Namespace
@@ -221,7 +221,7 @@ class Abandon(Message):
     chunks: Digests
 
 
-class Report(Message):
+class Report(Message, frozen=True):
     """The engine's side of a request's story, for explain. Times in seconds."""
 
     request_id: RequestId
@@ -237,31 +237,31 @@ class Report(Message):
     note: Text = ""
 
 
-class StatusQuery(Message):
+class StatusQuery(Message, frozen=True):
     """Ask for the node's status."""
 
 
-class ExplainQuery(Message):
+class ExplainQuery(Message, frozen=True):
     """Ask for what is known of a request: its id, a prefix of it, or the id an API response shows."""
 
     request_id: RequestId
 
 
-class DropQuery(Message):
+class DropQuery(Message, frozen=True):
     """Forget what a tier holds. namespace: empty means all."""
 
     tier: Annotated[str, Meta(pattern="^(memory|valkey)$")]
     namespace: Annotated[bytes, Meta(max_length=NAMESPACE_BYTES)] = b""
 
 
-class Ping(Message):
+class Ping(Message, frozen=True):
     """Is the node alive? Sent by a client whose last call went unanswered."""
 
 
 # ---- node to client ------------------------------------------------------------------------------
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """Accepted. For engines the frame carries the pool's memory as a descriptor (SCM_RIGHTS)."""
 
     protocol: int
@@ -271,7 +271,7 @@ class Welcome(Message):
     pool_bytes: Count
 
 
-class Refusal(Message):
+class Refusal(Message, frozen=True):
     """The node declines this connection and closes it. message: for people, one line."""
 
     message: str
@@ -279,14 +279,14 @@ class Refusal(Message):
     version: str = ""
 
 
-class Attached(Message):
+class Attached(Message, frozen=True):
     """The namespace is known, or refused when error is not empty."""
 
     namespace: Namespace
     error: str = ""
 
 
-class Answer(Message):
+class Answer(Message, frozen=True):
     """count chunks from first_chunk on are being loaded. ready: those in the pool now, pinned.
 
     tiers: one byte per counted chunk (``Tier``). load_id is 0 when count is 0.
@@ -306,14 +306,14 @@ class Answer(Message):
     reason: Reason
 
 
-class PartsReady(Message):
+class PartsReady(Message, frozen=True):
     """Parts that have arrived, in chunk order, for a worker that joined."""
 
     load_id: Count
     places: tuple[Place, ...]
 
 
-class LoadEnded(Message):
+class LoadEnded(Message, frozen=True):
     """Nothing more will arrive for this part; chunk: the first one that will not come."""
 
     load_id: Count
@@ -322,21 +322,21 @@ class LoadEnded(Message):
     reason: Reason
 
 
-class Reserved(Message):
+class Reserved(Message, frozen=True):
     """Answer to Reserve: one place per wanted chunk, in the order asked."""
 
     ticket: Count
     places: tuple[ReservedPlace, ...]
 
 
-class Document(Message):
+class Document(Message, frozen=True):
     """Answer to an admin query: a JSON document, or an error."""
 
     json: bytes = b""
     error: str = ""
 
 
-class Pong(Message):
+class Pong(Message, frozen=True):
     """Answer to Ping."""
 
 

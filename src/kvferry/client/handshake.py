@@ -1,0 +1,132 @@
+"""Opening a connection to a node: who is at the other end, hello, and the namespace."""
+
+import os
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry import __version__
+from kvferry.client.messages import NamespaceInfo
+from kvferry.errors import ClosedError, KvferryError, RefusedError, RetryError
+from kvferry.node.framing import FrameBuffer, decode_from_node, encode, refusal_text
+from kvferry.node.wire import PROTOCOL, Attach, Attached, FromNode, Hello, Message, Role, Welcome
+
+READ_BYTES = 1 << 18
+_CREDENTIALS = struct.Struct("3i")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who connects."""
+
+    role: Role
+    engine: str = ""
+    rank: int = 0
+    token: str = ""
+    namespace: NamespaceInfo | None = None
+
+
+def open_socket(path: Path, timeout_s: float) -> socket.socket:
+    """A connected socket whose other end is this user (or root). Raises ClosedError, RefusedError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(str(path))
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    except OSError as error:
+        sock.close()
+        raise ClosedError(
+            f"no node answers at {path} ({error.strerror or error}); is one running?"
+        ) from error
+    uid = _CREDENTIALS.unpack(raw)[1]
+    if uid not in (os.getuid(), 0):
+        sock.close()
+        raise RefusedError(f"the node at {path} belongs to user {uid}, not to {os.getuid()}; not trusted")
+    return sock
+
+
+class Handshake:
+    """Says hello and attaches the namespace on a fresh socket; blocking, bounded by ``timeout_s``."""
+
+    def __init__(self, sock: socket.socket, identity: Identity, *, timeout_s: float) -> None:
+        self._sock = sock
+        self._identity = identity
+        self._give_up = time.monotonic() + timeout_s
+        self._frames = FrameBuffer()
+        self._payloads: list[bytes] = []
+        self.descriptor: int | None = None
+
+    def run(self) -> Welcome:
+        """Raises RefusedError with the node's reason, RetryError when it is silent, ClosedError."""
+        identity = self._identity
+        hello = Hello(
+            protocol=PROTOCOL,
+            version=__version__,
+            role=identity.role,
+            engine=identity.engine,
+            rank=identity.rank,
+            pid=os.getpid(),
+            token=identity.token,
+        )
+        self._send(hello)
+        welcome = self._receive()
+        if not isinstance(welcome, Welcome):
+            raise RefusedError(f"the node answered hello with {type(welcome).__name__}")
+        space = identity.namespace
+        if space is not None:
+            self._send(
+                Attach(
+                    namespace=space.namespace,
+                    part_bytes=space.part_bytes,
+                    chunk_tokens=space.chunk_tokens,
+                    domain=space.domain,
+                    label=space.label,
+                )
+            )
+            attached = self._receive()
+            if not isinstance(attached, Attached) or attached.error:
+                error = attached.error if isinstance(attached, Attached) else type(attached).__name__
+                raise RefusedError(f"the node refuses this engine's namespace: {error}")
+        return welcome
+
+    def close_descriptor(self) -> None:
+        """Close the pool's descriptor, if one came. Idempotent."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+    def _send(self, message: Message) -> None:
+        try:
+            self._sock.settimeout(self._left())
+            self._sock.sendall(encode(message))
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def _receive(self) -> FromNode:
+        while not self._payloads:
+            try:
+                self._sock.settimeout(self._left())
+                data, descriptors, _, _ = socket.recv_fds(self._sock, READ_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            except OSError as error:
+                raise self._lost(error) from error
+            for descriptor in descriptors:
+                self.close_descriptor()
+                self.descriptor = descriptor
+            if not data:
+                raise ClosedError("the node closed the connection during the handshake")
+            self._payloads = self._frames.feed(data)
+        payload = self._payloads.pop(0)
+        refusal = refusal_text(payload)
+        if refusal is not None:
+            raise RefusedError(refusal)
+        return decode_from_node(payload)
+
+    def _left(self) -> float:
+        return max(0.001, self._give_up - time.monotonic())
+
+    def _lost(self, error: OSError) -> KvferryError:
+        if isinstance(error, TimeoutError):
+            return RetryError("the node accepts connections but does not answer")
+        return ClosedError(f"the node closed the connection: {error}")

@@ -1,0 +1,323 @@
+"""What engines live through: nodes that die, stop, restart; engines that die. Real processes."""
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from tests.node.fleet import (
+    Engine,
+    NodeProcess,
+    at_rest,
+    digests,
+    drain,
+    eventually,
+    fill_tier,
+    settings,
+)
+
+from kvferry.client.messages import (
+    LoadEnd,
+    LookupRequest,
+    Pending,
+    Prefill,
+    ReadyPart,
+    Reason,
+    ReserveOutcome,
+)
+from kvferry.node import loading, saves
+from kvferry.node.node import Node
+from kvferry.testing.memory_tier import MemoryTier
+
+NodeStarter = Callable[[], NodeProcess]
+
+
+def _ask(engine: Engine, chunks: list[bytes], request_id: str) -> None:
+    engine.scheduler.lookup(
+        LookupRequest(
+            request_id=request_id,
+            chunks=chunks,
+            first_chunk=0,
+            prompt_tokens=len(chunks) * 128,
+            prefill=Prefill(0.0, 1.0, 0.0),
+        )
+    )
+
+
+def _engine(tmp_path: Path, stack: ExitStack) -> Engine:
+    engine = Engine(tmp_path / "node.sock")
+    stack.callback(engine.close)
+    return engine
+
+
+def test_without_a_node_every_answer_is_zero_at_once(tmp_path: Path, stack: ExitStack) -> None:
+    engine = _engine(tmp_path, stack)
+    _ask(engine, digests(3), "r")
+    answer = engine.scheduler.poll("r")
+    assert answer is not None
+    assert (answer.count, answer.reason) == (0, Reason.NODE_DOWN)
+    slots = engine.worker.reserve([], digests(2), part=0, timeout_s=1.0)
+    assert [slot.outcome for slot in slots] == [ReserveOutcome.FULL] * 2
+
+
+def test_a_node_that_starts_later_is_found(
+    tmp_path: Path, stack: ExitStack, node_process: NodeStarter
+) -> None:
+    engine = _engine(tmp_path, stack)
+    assert not engine.scheduler.connected
+    node_process()
+    engine.connected()
+    chunks = digests(2)
+    assert engine.save(chunks) == 2
+    eventually(lambda: engine.lookup(chunks, os.urandom(4).hex()).count == 2, "a hit")
+
+
+def test_a_killed_node_ends_every_stream_at_once_and_its_memory_stays_readable(
+    tmp_path: Path, stack: ExitStack, node_process: NodeStarter
+) -> None:
+    process = node_process()
+    engine = _engine(tmp_path, stack).connected()
+    chunks = digests(4)
+    engine.save(chunks)
+    answer = engine.lookup(chunks)
+    while answer.count < 4:
+        engine.scheduler.end(answer.load_id)
+        answer = engine.lookup(chunks)
+    stream = engine.worker.load(answer.ticket(0))
+    first = stream.next(1.0)
+    assert isinstance(first, ReadyPart)
+    process.signal(signal.SIGKILL)
+    process.process.wait()
+    eventually(lambda: not engine.worker.connected, "the loss is noticed")
+    ending = stream.next(1.0)
+    assert isinstance(ending, LoadEnd)
+    assert ending.reason is Reason.NODE_DOWN
+    assert len(bytes(first.view)) == len(first.view)
+    stream.close()
+    _ask(engine, chunks, "after")
+    after = engine.scheduler.poll("after")
+    assert after is not None
+    assert (after.count, after.reason) == (0, Reason.NODE_DOWN)
+
+
+def test_a_restarted_node_is_another_epoch_and_old_handles_are_refused(
+    tmp_path: Path, stack: ExitStack, node_process: NodeStarter
+) -> None:
+    process = node_process()
+    engine = _engine(tmp_path, stack).connected()
+    chunks = digests(3)
+    engine.save(chunks)
+    answer = engine.lookup(chunks)
+    while answer.count < 3:
+        engine.scheduler.end(answer.load_id)
+        answer = engine.lookup(chunks)
+    before = engine.worker.epoch
+    process.signal(signal.SIGKILL)
+    process.process.wait()
+    node_process()
+    eventually(lambda: engine.worker.connected and engine.worker.epoch != before, "reconnected")
+    stream = engine.worker.load(answer.ticket(0))
+    assert stream.next(1.0) == LoadEnd(Reason.EPOCH, 0)
+    stream.close()
+    eventually(lambda: engine.scheduler.connected, "reconnected")
+    assert engine.save(chunks) == 3
+
+
+def test_a_stopped_node_costs_one_deadline_and_later_requests_nothing(
+    tmp_path: Path, stack: ExitStack, node_process: NodeStarter
+) -> None:
+    process = node_process()
+    engine = _engine(tmp_path, stack).connected()
+    chunks = digests(3)
+    engine.save(chunks)
+    process.signal(signal.SIGSTOP)
+    _ask(engine, chunks, "first")
+    assert engine.scheduler.poll("first") is None
+    eventually(lambda: _reason(engine, "first") is Reason.TIMEOUT, "the client's own deadline")
+    for number in range(20):
+        _ask(engine, chunks, f"later{number}")
+        answer = engine.scheduler.poll(f"later{number}")
+        assert answer is not None, "a later request had to wait"
+        assert (answer.count, answer.reason) == (0, Reason.BREAKER)
+    slots = engine.worker.reserve([], digests(1, "new"), part=0, timeout_s=0.05)
+    assert slots[0].outcome is ReserveOutcome.FULL
+    process.signal(signal.SIGCONT)
+    eventually(lambda: engine.lookup(chunks, os.urandom(4).hex()).count == 3, "hits come back by themselves")
+
+
+def _reason(engine: Engine, request_id: str) -> Reason | None:
+    answer = engine.scheduler.poll(request_id)
+    return None if answer is None else answer.reason
+
+
+def test_a_node_stopped_for_long_is_reconnected_to(
+    tmp_path: Path, stack: ExitStack, node_process: NodeStarter
+) -> None:
+    process = node_process()
+    engine = _engine(tmp_path, stack).connected()
+    engine.scheduler._connection.breaker._give_up_s = 0.2
+    process.signal(signal.SIGSTOP)
+    _ask(engine, digests(1), "r")
+    eventually(lambda: _reason(engine, "r") is Reason.TIMEOUT, "deadline")
+    eventually(lambda: not engine.scheduler.connected, "given up")
+    process.signal(signal.SIGCONT)
+    eventually(lambda: engine.scheduler.connected, "reconnected")
+
+
+def _die_mid_store(path: Path) -> None:
+    engine = Engine(path, name="doomed").connected()
+    slots = engine.worker.reserve([], digests(5), part=0, timeout_s=5.0)
+    assert all(slot.outcome is ReserveOutcome.RESERVED for slot in slots)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_mid_load(path: Path) -> None:
+    engine = Engine(path, name="doomed").connected()
+    answer = engine.lookup(digests(5))
+    stream = engine.worker.load(answer.ticket(0))
+    assert stream.next(5.0) is not Pending.PENDING
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+@pytest.mark.parametrize("death", [_die_mid_store, _die_mid_load])
+def test_a_killed_engine_gives_back_all_it_held(
+    node: Node, engine: Engine, death: Callable[[Path], None]
+) -> None:
+    if death is _die_mid_load:
+        engine.save(digests(5))
+        at_rest(node)
+    child = multiprocessing.get_context("fork").Process(target=death, args=(node.settings.socket_path,))
+    child.start()
+    child.join(20)
+    assert child.exitcode == -signal.SIGKILL
+    child.close()
+    eventually(lambda: len(node.statistics().engines) == 2, "the dead engine is gone")
+    at_rest(node)
+    expected = 5 if death is _die_mid_load else 0
+    assert engine.lookup(digests(5)).count == expected
+
+
+def test_a_reservation_nobody_fills_is_reclaimed_and_its_late_commit_is_not_published(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saves, "RESERVATION_LEASE_S", 0.1)
+    node = Node(settings(tmp_path))
+    stack.callback(node.close)
+    node.start()
+    engine = _engine(tmp_path, stack).connected()
+    chunks = digests(3)
+    slots = engine.worker.reserve([], chunks, part=0, timeout_s=5.0)
+    eventually(lambda: node.statistics().counters.reservations_expired == 3, "expiry")
+    at_rest(node)
+    engine.worker.commit(0, [(slot.digest, (b"x" * 16, b"y" * 16)) for slot in slots])
+    eventually(lambda: node.statistics().counters.store_failed["lease-ended"] == 3, "late commit counted")
+    assert engine.lookup(chunks).count == 0
+
+
+def test_a_load_nobody_ends_is_reclaimed(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "LEASE_GRACE_S", 0.05)
+    node = Node(settings(tmp_path, deadline_cap_ms=50))
+    stack.callback(node.close)
+    node.start()
+    engine = _engine(tmp_path, stack).connected()
+    chunks = digests(3)
+    engine.save(chunks)
+    eventually(lambda: node.statistics().catalogue.ready_parts == 3, "commit")
+    answer = engine.lookup(chunks)
+    assert answer.count == 3
+    eventually(lambda: node.statistics().counters.loads_expired == 1, "expiry")
+    at_rest(node)
+    engine.scheduler.end(answer.load_id)
+    assert engine.lookup(chunks, "again").count == 3
+
+
+def test_a_cancelled_lookup_leaves_nothing_behind(node: Node, engine: Engine, tier: MemoryTier) -> None:
+    chunks = digests(3)
+    fill_tier(tier, chunks)
+    for number in range(10):
+        _ask(engine, chunks, f"r{number}")
+        engine.scheduler.cancel(f"r{number}")
+    eventually(lambda: node.statistics().counters.lookups == 10, "all asked")
+    at_rest(node)
+
+
+def test_answers_nobody_fetches_are_bounded(
+    node: Node, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvferry.client import scheduler
+
+    monkeypatch.setattr(scheduler, "MAX_UNCLAIMED", 4)
+    chunks = digests(2)
+    engine.save(chunks)
+    at_rest(node)
+    for number in range(12):
+        _ask(engine, chunks, f"r{number}")
+    eventually(lambda: node.statistics().counters.loads == 12, "all answered")
+    eventually(lambda: node.statistics().loads == 4, "the oldest were ended")
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_does_not_use_its_parents_connection(node: Node, engine: Engine) -> None:
+    chunks = digests(2)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _ask(engine, chunks, "child")
+        answer = engine.scheduler.poll("child")
+        os.write(writer, answer.reason.value.encode() if answer is not None else b"none")
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    assert os.read(reader, 100) == b"node-down"
+    os.close(reader)
+    assert engine.lookup(chunks).reason is Reason.ABSENT
+
+
+def test_a_stream_that_stalls_ends_by_itself(node: Node, engine: Engine, tier: MemoryTier) -> None:
+    chunks = digests(3)
+    fill_tier(tier, chunks)
+    real = tier.fetch
+
+    def fetch(items, *, deadline, done):  # type: ignore[no-untyped-def]
+        return real([], deadline=deadline, done=done)  # never calls done
+
+    tier.fetch = fetch  # type: ignore[method-assign]
+    answer = engine.lookup(chunks)
+    ticket = answer.ticket(0)._replace(stall_s=0.05)
+    stream = engine.worker.load(ticket)
+    ending = drain(stream, chunks)
+    assert ending == LoadEnd(Reason.STALLED, 0)
+    stream.close()
+    engine.scheduler.end(answer.load_id)
+
+
+def test_closing_a_client_with_a_live_stream_ends_it(node: Node, engine: Engine, tier: MemoryTier) -> None:
+    chunks = digests(3)
+    engine.save(chunks)
+    at_rest(node)
+    answer = engine.lookup(chunks)
+    stream = engine.worker.load(answer.ticket(0))
+    engine.worker.close()
+    ending = stream.next(1.0)
+    assert isinstance(ending, LoadEnd)
+    assert ending.reason is Reason.CLOSED
+    stream.close()
+
+
+def test_later_calls_on_a_closed_client_are_harmless(node: Node, engine: Engine) -> None:
+    engine.close()
+    started = time.monotonic()
+    _ask(engine, digests(1), "r")
+    assert engine.scheduler.poll("r") is not None
+    engine.scheduler.end(7)
+    engine.worker.commit(0, [])
+    engine.worker.abandon(0, [])
+    assert engine.worker.reserve([], digests(1), part=0, timeout_s=5.0)[0].outcome is ReserveOutcome.FULL
+    assert time.monotonic() - started < 5.0
