@@ -96,7 +96,7 @@ def test_wall_clock_decides_nothing(path: Path) -> None:
 
 def test_no_file_knows_the_machine_it_was_written_on() -> None:
     # Written in two pieces so that this file does not find itself.
-    pattern = re.compile(r"(?<![\w.])/wo" + r"rk/|/tmp/bash_jobs")
+    pattern = re.compile(r"(?<![\w.])/wo" + r"rk/|/tmp/bash" + "_jobs")
     found = []
     for path in _tracked():
         if not path.is_file():
