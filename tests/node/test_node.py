@@ -370,9 +370,9 @@ def test_a_stored_part_is_pinned_until_it_is_written_and_the_backlog_is_bounded(
     assert engine.save(chunks) == 40
     eventually(lambda: node.statistics().counters.committed_parts == 40, "commit")
     now = node.statistics()
-    assert now.writeback_backlog_bytes == 16 * PART_BYTES  # a quarter of the pool
-    assert now.counters.store_dropped_parts == 24
-    assert now.catalogue.pinned_bytes == 16 * PART_BYTES
+    assert now.writeback_backlog_bytes == 32 * PART_BYTES  # half of the pool
+    assert now.counters.store_dropped_parts == 8
+    assert now.catalogue.pinned_bytes == 32 * PART_BYTES
     tier.release()
     at_rest(node)
-    assert tier.statistics().stored_parts == 16
+    assert tier.statistics().stored_parts == 32

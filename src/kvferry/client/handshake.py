@@ -101,8 +101,10 @@ class Handshake:
         try:
             self._sock.settimeout(self._left())
             self._sock.sendall(encode(message))
-        except OSError as error:
+        except TimeoutError as error:
             raise self._lost(error) from error
+        except OSError:
+            return  # closed by the node, which may have said why: `_receive` tells
 
     def _receive(self) -> FromNode:
         while not self._payloads:

@@ -1,5 +1,6 @@
 """Performs loads: pins, reservations, fetches, and the stream of ready parts to the workers."""
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -76,7 +77,8 @@ class Loads:
         self._blocked: dict[LiveLoad, None] = {}
         self._talking: dict[LiveLoad, None] = {}
         self._room_changed = False
-        self._last_id = 0
+        # Ids of two node processes never meet: an end that comes late must not end another's load.
+        self._last_id = secrets.randbits(40) << 20
 
     def __len__(self) -> int:
         return len(self._loads)

@@ -36,17 +36,13 @@ class _Pending:
     asked: Lookup
     space: Namespace
     prompt: list[bytes]
+    wanted: list[bytes]  # of the prompt, what the engine has not got
     owner: Owner
     pinned: dict[At, Slot]
     memory: int
     started: float
     probed: Sequence[int] = ()  # positions, counted from first_chunk
     timer: Timer | None = None
-
-    @property
-    def wanted(self) -> list[bytes]:
-        """The chunks that the engine has not got."""
-        return self.prompt[self.asked.first_chunk :]
 
 
 class Lookups:
@@ -69,6 +65,7 @@ class Lookups:
             asked=asked,
             space=space,
             prompt=prompt,
+            wanted=prompt[asked.first_chunk :],
             owner=next(state.owners),
             pinned={},
             memory=0,
@@ -102,11 +99,7 @@ class Lookups:
             self._loads.room_changed()
 
     def _pin(self, lookup: _Pending, position: int) -> None:
-        chunk = (
-            lookup.wanted[position]
-            if position >= lookup.memory
-            else lookup.prompt[lookup.asked.first_chunk + position]
-        )
+        chunk = lookup.wanted[position]
         for part in range(len(lookup.space.part_bytes)):
             slot = self._state.catalogue.pin(PartKey(lookup.space.namespace, chunk, part), lookup.owner)
             if slot is not None:

@@ -22,7 +22,9 @@ MAX_RESERVATIONS_PER_CONNECTION = 8192
 RESERVATION_LEASE_S = 60.0
 PROBE_DEADLINE_S = 2.0
 STORE_DEADLINE_S = 30.0
-BACKLOG_DIVISOR = 4  # the backlog may pin this fraction of the pool
+RETRY_S = 1.0
+MAX_TRIES = 4
+BACKLOG_DIVISOR = 2  # the backlog may pin this fraction of the pool
 MAX_BATCH_BYTES = 256 << 20
 
 _OUTCOMES = {
@@ -32,6 +34,7 @@ _OUTCOMES = {
     DeclineReason.FULL: ReserveOutcome.FULL,
     DeclineReason.TOO_LARGE: ReserveOutcome.TOO_LARGE,
 }
+_NO_ROOM = Declined(DeclineReason.FULL)
 _FULL = ReservedPlace(ReserveOutcome.FULL, 0)
 
 
@@ -45,6 +48,7 @@ class Saves:
         self._leases: OrderedDict[tuple[Connection, PartKey], float] = OrderedDict()
         self._held: dict[Connection, int] = {}
         self._timer: Timer | None = None
+        self._resume: Timer | None = None  # set while the tier is left alone
         self._backlog = WriteBack(
             max_bytes=state.arena.nbytes // BACKLOG_DIVISOR,
             max_batch_bytes=min(MAX_BATCH_BYTES, state.arena.nbytes // BACKLOG_DIVISOR),
@@ -79,6 +83,9 @@ class Saves:
                 places.append(_FULL)
                 continue
             given = state.catalogue.reserve(key, nbytes, owner, spare_from=mark)
+            if given == _NO_ROOM and state.tier is not None:
+                # The prefix is larger than the pool. Its head is in the tier: the tail may push it out.
+                given = state.catalogue.reserve(key, nbytes, owner)
             if isinstance(given, Declined):
                 state.counters.reserve_declined[given.reason.value] += 1
                 places.append(ReservedPlace(_OUTCOMES[given.reason], 0))
@@ -179,8 +186,10 @@ class Saves:
     def _write_back(self) -> None:
         """Put the next batch under way: first ask which parts are there already."""
         tier = self._state.tier
+        if tier is None or self._resume is not None:
+            return
         batch = self._backlog.take()
-        if tier is None or not batch:
+        if not batch:
             return
         post = self._state.loop.post
         tier.probe(
@@ -219,9 +228,29 @@ class Saves:
         if outcome is Outcome.OK:
             self._state.counters.stored_parts += 1
             self._state.counters.stored_bytes += unsaved.ref.nbytes
+        elif unsaved.tries + 1 < MAX_TRIES and self._passing(outcome):
+            self._backlog.again(unsaved)
+            self._pause()
+            return
         else:
             self._state.counters.store_failed[outcome.value] += 1
         self._done_with(unsaved)
+        self._write_back()
+
+    def _passing(self, outcome: Outcome) -> bool:
+        """Whether it may succeed soon: a server that is full, say, refuses for longer than we keep parts."""
+        tier = self._state.tier
+        if outcome is Outcome.REFUSED and tier is not None:
+            return tier.statistics().state != "up"
+        return outcome in (Outcome.FAILED, Outcome.LATE)
+
+    def _pause(self) -> None:
+        """Leave the tier alone for a moment."""
+        if self._resume is None:
+            self._resume = self._state.loop.at(self._state.loop.clock() + RETRY_S, self._go_on)
+
+    def _go_on(self) -> None:
+        self._resume = None
         self._write_back()
 
     def _done_with(self, unsaved: Unsaved) -> None:

@@ -1,6 +1,7 @@
 """Committed parts on their way to the tier behind memory: a queue bounded in bytes. Pure.
 
     offer ──► queued ──take──► checking (is it there already?) ──► storing ──► finished
+      │          └◄──────────────────────again────────────────────────┘
       └─► DROPPED when the queue is full: the part stays in memory and is a miss elsewhere
 
 Every part in it is pinned by the driver from ``offer`` until ``finished``.
@@ -20,6 +21,7 @@ class Unsaved(NamedTuple):
     ref: PartRef
     offset: int
     checksums: tuple[bytes, ...]
+    tries: int = 0
 
 
 class WriteBack:
@@ -61,6 +63,12 @@ class WriteBack:
             self._queued_bytes -= nbytes
             self._busy_bytes += nbytes
         return batch
+
+    def again(self, unsaved: Unsaved) -> None:
+        """It failed in passing: back into the queue, behind the others."""
+        self.finished(unsaved)
+        self._queue.append(unsaved._replace(tries=unsaved.tries + 1))
+        self._queued_bytes += unsaved.ref.nbytes
 
     def finished(self, unsaved: Unsaved) -> None:
         """It is stored, or given up: no longer under way."""

@@ -1,0 +1,100 @@
+"""Nodes with a real Valkey server behind them."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from tests.node.fleet import Engine, at_rest, digests, eventually, settings
+from tests.servers import Server, running_server
+
+from kvferry.client.messages import LoadEnd, Reason, Tier
+from kvferry.node.node import Node
+from kvferry.tiers.valkey.tier import ValkeyTier
+
+
+@pytest.fixture(scope="module")
+def shared_server() -> Iterator[Server]:
+    with running_server("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru") as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: Server) -> Server:
+    shared_server.ask("FLUSHALL")
+    return shared_server
+
+
+def _host(path: Path, server: Server, stack: ExitStack) -> tuple[Node, Engine]:
+    """A node with its engine, as one host has them."""
+    path.mkdir(mode=0o700)
+    node = Node(settings(path), tier=ValkeyTier.connect(server.settings()))
+    stack.callback(node.close)
+    node.start()
+    engine = Engine(node.settings.socket_path)
+    stack.callback(engine.close)
+    return node, engine.connected()
+
+
+def test_what_one_host_computes_another_loads_through_valkey(
+    tmp_path: Path, server: Server, stack: ExitStack
+) -> None:
+    here, engine = _host(tmp_path / "here", server, stack)
+    there, other = _host(tmp_path / "there", server, stack)
+    chunks = digests(20)
+    assert engine.save(chunks) == 20
+    eventually(lambda: here.statistics().counters.stored_parts == 20, "write-back")
+    answer = other.lookup([*chunks, *digests(1, "question")])
+    assert (answer.count, answer.reason, answer.tiers) == (20, Reason.ABSENT, (Tier.VALKEY,) * 20)
+    assert other.load(answer, chunks) == [LoadEnd(Reason.COMPLETE, 20)]
+    again = other.lookup(chunks, "again")
+    assert again.tiers == (Tier.MEMORY,) * 20
+    other.scheduler.end(again.load_id)
+    at_rest(here)
+    at_rest(there)
+
+
+def test_a_prefix_larger_than_the_pool_streams_from_valkey(
+    tmp_path: Path, server: Server, stack: ExitStack
+) -> None:
+    here, engine = _host(tmp_path / "here", server, stack)
+    there, other = _host(tmp_path / "there", server, stack)
+    chunks = digests(100)
+    for start in range(0, 100, 10):
+        assert engine.save(chunks[start : start + 10], prefix=chunks[:start]) == 10
+        at_rest(here)
+    answer = other.lookup(chunks)
+    assert answer.count == 100
+    assert other.load(answer, chunks) == [LoadEnd(Reason.COMPLETE, 100)]
+    at_rest(there)
+
+
+def test_a_stopped_valkey_costs_bounded_time_and_comes_back(tmp_path: Path, stack: ExitStack) -> None:
+    server = stack.enter_context(running_server())
+    node, engine = _host(tmp_path / "here", server, stack)
+    chunks = digests(6)
+    engine.save(chunks)
+    eventually(lambda: node.statistics().counters.stored_parts == 6, "write-back")
+    server.process.send_signal(signal.SIGSTOP)
+    answer = engine.lookup([*chunks, *digests(2, "new")])
+    assert answer.count == 6
+    assert answer.reason in (Reason.DEADLINE, Reason.TIER_DOWN)
+    assert engine.load(answer, chunks) == [LoadEnd(Reason.COMPLETE, 6)]
+    assert node.statistics().counters.missed_chunks == 0
+    server.process.send_signal(signal.SIGCONT)
+    eventually(
+        lambda: engine.lookup([*chunks, *digests(1, "new")], "again").reason is Reason.ABSENT,
+        "Valkey is back",
+    )
+
+
+def test_a_write_back_outlives_a_short_outage(tmp_path: Path, stack: ExitStack) -> None:
+    server = stack.enter_context(running_server())
+    node, engine = _host(tmp_path / "here", server, stack)
+    server.process.send_signal(signal.SIGSTOP)
+    engine.save(digests(6))
+    eventually(lambda: node.statistics().tier.state != "up", "the outage is noticed")  # type: ignore[union-attr]
+    server.process.send_signal(signal.SIGCONT)
+    eventually(lambda: node.statistics().counters.stored_parts == 6, "stored after all")
+    at_rest(node)
