@@ -1,8 +1,15 @@
 """How the Valkey tier behaves: every limit in one place."""
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 
 from kvferry.tiers.valkey.url import ValkeyUrl
+
+
+def _fetch_connections() -> int:
+    """One where cores are few: a second thread then costs more cache than it saves waiting."""
+    cores = os.cpu_count() or 1
+    return 1 if cores <= 4 else 2 if cores <= 16 else 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +24,7 @@ class ValkeySettings:
     """
 
     url: ValkeyUrl
-    fetch_connections: int = 2
+    fetch_connections: int = field(default_factory=_fetch_connections)
     store_connections: int = 1
     pipeline_depth: int = 8
     pipeline_bytes: int = 24 << 20

