@@ -53,6 +53,7 @@ _log = logging.getLogger("vllm.kvferry")
 
 _SOURCES = {Tier.MEMORY: CacheHitSource.HOST}
 GENERATION_BYTES = 16
+FIRST_CONNECT_S = 0.25  # once in a worker's life
 
 
 class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -364,6 +365,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
 
 def _connect_worker(assignment: Assignment, rank: int) -> WorkerClient:
-    return WorkerClient(
+    client = WorkerClient(
         socket_path=assignment.socket, engine=assignment.engine, rank=rank, namespace=assignment.namespace
     )
+    # Made with the first plan, which may hold a load already: without this an engine's first hit fails.
+    client.wait_connected(FIRST_CONNECT_S)
+    return client
