@@ -23,11 +23,11 @@ def main(args: argparse.Namespace) -> int:
 
     namespace = _namespace(args.namespace)
     with AdminClient(args.socket) as admin:
-        dropped_bytes = admin.drop(args.tier, namespace=namespace)
+        answer = admin.drop(args.tier, namespace=namespace)
     if args.json:
-        print(json.dumps({"tier": args.tier, "dropped_bytes": dropped_bytes}))
+        print(json.dumps({"tier": args.tier, **answer}))
     else:
-        print(f"dropped {format_size(dropped_bytes)} from {args.tier}")
+        print(f"dropped {format_size(answer['dropped_bytes'])} from {args.tier}")
     return 0
 
 
