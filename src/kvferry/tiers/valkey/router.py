@@ -43,10 +43,11 @@ class Router(threading.Thread):
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._shards: dict[Address, Shard] = {}
-        self._retired: list[Shard] = []
         self._parked: list[Job] = []
         self._refresh_wanted = False
         self._refreshed_at = 0.0
+        self._watching = False  # whether queues may hold jobs, so that they are swept now and then
+        self._swept_at = 0.0
         self._closed = False
         self._clustered = bool(topology)
         self._by_slot: list[Shard] = []
@@ -66,7 +67,8 @@ class Router(threading.Thread):
     def dispatch(self, job: Job) -> None:
         """Queue the job at the shard that serves its slot."""
         self._by_slot[job.slot].submit(job)
-        if not self._wake.is_set():
+        if not self._watching:
+            self._watching = True
             self._wake.set()
 
     def retry(self, job: Job) -> None:
@@ -77,7 +79,7 @@ class Router(threading.Thread):
         with self._lock:
             if not self._closed:
                 self._parked.append(job)
-                self._refresh_wanted = True
+                self._refresh_wanted = self._watching = True
                 self._wake.set()
                 return
         job.end(Verdict.LATE, Cause.CLOSED)
@@ -124,9 +126,9 @@ class Router(threading.Thread):
             idle = [shard for shard in self._shards.values() if id(shard) not in serving and shard.is_open]
             for shard in idle:
                 del self._shards[shard.address]
-            self._retired.extend(idle)
         for shard in idle:
             shard.close()
+            shard.join()
 
     def run(self) -> None:
         """Look after the shards until closed."""
@@ -144,21 +146,31 @@ class Router(threading.Thread):
         pauses = [max(at - now, 0.0) for shard in self.shards if (at := shard.probe_at()) is not None]
         if self._parked or self._refresh_wanted:
             pauses.append(max(self._refreshed_at + MIN_REFRESH_INTERVAL_S - now, 0.0))
-        if any(shard.has_queued for shard in self.shards):
-            pauses.append(SWEEP_S)
+        if self._watching:
+            pauses.append(max(self._swept_at + SWEEP_S - now, 0.0))
         return min(pauses, default=None)
 
     def _turn(self) -> None:
         now = time.monotonic()
-        for shard in self.shards:
-            shard.sweep(now)
-        self._sweep_parked(now)
+        if self._watching and now >= self._swept_at + SWEEP_S:
+            self._sweep(now)
         if self._refresh_wanted and now >= self._refreshed_at + MIN_REFRESH_INTERVAL_S:
             self._refresh()
         for shard in self.shards:
             at = shard.probe_at()
             if at is not None and now >= at and not self._closed:
                 self._probe(shard)
+
+    def _sweep(self, now: float) -> None:
+        """End waiting jobs whose time is over. Watching ends first: a job queued meanwhile renews it."""
+        self._watching = False
+        self._swept_at = now
+        shards = self.shards
+        for shard in shards:
+            shard.sweep(now)
+        self._sweep_parked(now)
+        if self._parked or any(shard.has_queued for shard in shards):
+            self._watching = True
 
     def _sweep_parked(self, now: float) -> None:
         with self._lock:
@@ -224,7 +236,7 @@ class Router(threading.Thread):
         with self._lock:
             self._closed = True
             parked, self._parked = self._parked, []
-            shards = [*self._shards.values(), *self._retired]
+            shards = list(self._shards.values())
         for job in parked:
             job.end(Verdict.LATE, Cause.CLOSED)
         for shard in shards:

@@ -1,0 +1,124 @@
+"""The start-up check: wrong servers and wrong settings are one clear line; TLS and sockets work."""
+
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from tests.servers import Server, free_ports, running_server
+
+from kvferry.errors import MisconfiguredError
+from kvferry.testing.servers import redis_binary, running_tls_server
+from kvferry.testing.tier_contract import fetch_all, some_bytes, some_ref, store_all
+from kvferry.tiers.contract import Outcome
+from kvferry.tiers.valkey.settings import ValkeySettings
+from kvferry.tiers.valkey.tier import ValkeyTier
+from kvferry.tiers.valkey.url import parse_url
+
+
+def refusal(text: str, *, timeout_s: float = 3.0) -> str:
+    """The one line that connecting to ``text`` fails with."""
+    with pytest.raises(MisconfiguredError) as caught:
+        ValkeyTier.connect(ValkeySettings(parse_url(text)), timeout_s=timeout_s)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def round_trip(text: str) -> None:
+    tier = ValkeyTier.connect(ValkeySettings(parse_url(text)))
+    try:
+        parts = [(some_ref(size, size), some_bytes(size, size)) for size in (1000, 3 << 20)]
+        assert store_all(tier, parts) == [Outcome.OK] * 2
+        for (_, data), (result, memory) in zip(parts, fetch_all(tier, [r for r, _ in parts]), strict=True):
+            assert result.outcome is Outcome.OK
+            assert memory == data
+    finally:
+        tier.close()
+
+
+@pytest.fixture
+def impostor() -> Iterator[int]:
+    """Something that answers every connection as a web server does."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            client.recv(4096)
+            client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            client.close()
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    yield listener.getsockname()[1]
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join()
+
+
+def test_nobody_listening_is_unreachable() -> None:
+    port = free_ports(1)[0]
+    message = refusal(f"valkey://127.0.0.1:{port}")
+    assert f"127.0.0.1:{port}" in message
+    assert "connection refused" in message
+
+
+def test_a_server_of_another_kind_is_named_as_such(impostor: int) -> None:
+    assert "does not answer like Valkey" in refusal(f"valkey://127.0.0.1:{impostor}")
+
+
+def test_a_stopped_server_is_unreachable_in_bounded_time(server: Server) -> None:
+    server.pause()
+    try:
+        began = time.monotonic()
+        assert "unreachable" in refusal(server.url, timeout_s=0.5)
+        assert time.monotonic() - began < 10
+    finally:
+        server.resume()
+
+
+def test_passwords_are_checked_and_never_shown() -> None:
+    with running_server(
+        "--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru", password="right"
+    ) as server:
+        wrong = refusal(f"valkey://:wrong-secret@127.0.0.1:{server.port}")
+        assert "password" in wrong
+        assert "wrong-secret" not in wrong
+        assert "wants a password" in refusal(server.url)
+        round_trip(f"valkey://:right@127.0.0.1:{server.port}")
+
+
+def test_a_single_server_is_no_cluster_if_one_was_asked_for(server: Server) -> None:
+    assert "Cluster" in refusal(f"valkey+cluster://127.0.0.1:{server.port}")
+
+
+def test_a_policy_that_never_evicts_our_values_is_warned_of() -> None:
+    with running_server("--maxmemory", "100mb", "--maxmemory-policy", "volatile-lru") as server:
+        tier = ValkeyTier.connect(server.settings())
+        assert "volatile-lru" in tier.statistics().detail["warning"]
+        tier.close()
+
+
+def test_a_unix_socket_carries_parts() -> None:
+    with running_server("--unixsocket", "v.sock") as server:
+        directory = server.ask("CONFIG", "GET", "dir")
+        assert isinstance(directory, list)
+        assert isinstance(directory[1], bytes)
+        round_trip(f"unix://{directory[1].decode()}/v.sock")
+
+
+@pytest.mark.skipif(
+    redis_binary() is None or shutil.which("openssl") is None,
+    reason="no redis-server and openssl here: ./test names the missing check and fails in CI",
+)
+def test_tls_verifies_the_server_and_carries_parts() -> None:
+    with running_tls_server() as (server, url):
+        round_trip(url)
+        assert "certificate" in refusal(f"valkeys://127.0.0.1:{server.tls_port}")
+        assert "unreachable" in refusal(f"valkeys://127.0.0.1:{server.port}")
