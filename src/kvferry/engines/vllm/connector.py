@@ -5,9 +5,10 @@
     "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
 """
 
+import contextlib
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -15,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -48,6 +50,10 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
+
+KVConnectorMetadata.register(StepPlan)
+KVConnectorWorkerMetadata.register(WorkerReport)
+KVConnectorHandshakeMetadata.register(WorkerFacts)
 
 _log = logging.getLogger("vllm.kvferry")
 
@@ -135,6 +141,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._facts = WorkerFacts(0, 0, "", "", "", (), problem=str(error))
             return
         self._worker = WorkerSide(memory, rank=self._facts.tensor_rank, connect=_connect_worker)
+        # What the scheduler side will say, unless ranks disagree: the pool is mapped before the first load.
+        with contextlib.suppress(KvferryError):
+            self._worker.connect(self._assign([self._facts] * self._ranks))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What the scheduler side must know of this worker's memory."""
@@ -201,17 +210,14 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             problem = next((fact.problem for fact in facts if fact.problem), "")
             if problem:
                 raise KvferryError(problem)
-            assignment = assign(
-                self._vllm_config,
-                self._settings,
-                key=self._key,
-                facts=facts,
-                layers=facts[0].layers,
-            )
+            assignment = self._assign(facts)
         except KvferryError as error:
             _log.warning("kvferry: served without the shared cache: %s", error)
             return
         self._start(assignment, device=facts[0].device)
+
+    def _assign(self, facts: Sequence[WorkerFacts]) -> Assignment:
+        return assign(self._vllm_config, self._settings, key=self._key, facts=facts)
 
     def _start(self, assignment: Assignment, *, device: str) -> None:
         self._adapters = AdapterDigests()
@@ -340,7 +346,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_kv_connector_stats(self) -> KvferryStats | None:
         """Counts since the last call, of the side that this process has."""
         if self._scheduler is not None:
-            return self._scheduler.stats.take()
+            counts = self._scheduler.counts.take()
+            return KvferryStats(counts) if counts else None
         return None
 
     def take_events(self) -> Iterable[Any]:

@@ -41,7 +41,6 @@ def assign(
     *,
     key: DomainKey,
     facts: Sequence[WorkerFacts],
-    layers: Sequence[str],
 ) -> Assignment:
     """What every worker is told. facts: of each rank, in rank order; they must agree.
 
@@ -54,7 +53,7 @@ def assign(
             KvGroup(
                 kind=GroupKind.FULL,
                 block_tokens=chunks.block_tokens,
-                stages=(tuple(layers),),
+                stages=(head.layers,),
                 block_bytes=(head.block_bytes,),
                 kv_heads=int(config.model_config.get_total_num_kv_heads()),
             ),
@@ -172,16 +171,12 @@ def weights_directory(model: str, *, revision: str | None) -> Path | None:
 
 
 def engine_label(config: "VllmConfig") -> str:
-    """Names this engine process to people: served model, data-parallel rank, process id."""
+    """Names this engine to people: served model, the engine's id, data-parallel rank."""
     name = config.model_config.served_model_name
     served = name[0] if isinstance(name, list) else name
-    rank = config.parallel_config.data_parallel_index
-    label = f"vllm:{Path(str(served or config.model_config.model)).name}"
-    return (
-        f"{label}/dp{rank}:{os.getpid()}"
-        if config.parallel_config.data_parallel_size > 1
-        else f"{label}:{os.getpid()}"
-    )
+    transfer, rank = config.kv_transfer_config, config.parallel_config.data_parallel_index
+    number = str(transfer.engine_id)[:8] if transfer is not None else "0"
+    return f"vllm:{Path(str(served or config.model_config.model)).name}:{number}/{rank}"
 
 
 @dataclass(frozen=True, slots=True)

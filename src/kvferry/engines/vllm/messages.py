@@ -1,13 +1,10 @@
-"""What the scheduler side and the worker side tell each other inside vLLM's own step messages."""
+"""What the scheduler side and the worker side tell each other inside vLLM's own step messages.
+
+Plain classes; ``connector`` registers them with vLLM's abstract ones.
+"""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
-
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
 
 from kvferry.client.messages import LoadTicket, NamespaceInfo
 from kvferry.engines.planning import BlockSpan
@@ -15,7 +12,7 @@ from kvferry.errors import BrokenError
 
 
 @dataclass(frozen=True)
-class WorkerFacts(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+class WorkerFacts:
     """What only a worker knows of its KV memory. scales: (layer and kind, values) of quantised KV."""
 
     tensor_rank: int
@@ -78,7 +75,7 @@ class SaveSpec(NamedTuple):
 
 
 @dataclass
-class StepPlan(KVConnectorMetadata):  # type: ignore[misc]
+class StepPlan:
     """One step's work.
 
     step: numbers the plans. timed: the worker's report names this step. failed: loads that were announced
@@ -114,14 +111,14 @@ class SaveResult(NamedTuple):
 
 
 @dataclass
-class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class WorkerReport:
     """What the ranks finished since the last step. steps: the timed steps they came through."""
 
     loads: list[LoadResult] = field(default_factory=list)
     saves: list[SaveResult] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
+    def aggregate(self, other: object) -> "WorkerReport":
         """All ranks' results, one after the other."""
         if not isinstance(other, WorkerReport):
             raise BrokenError(f"a worker reported {type(other).__name__}")

@@ -15,6 +15,7 @@ from kvferry.engines.planning import (
     plan_saves,
     tokens_by_tier,
 )
+from kvferry.engines.vllm.counters import Counts
 from kvferry.engines.vllm.messages import (
     Assignment,
     LoadResult,
@@ -27,7 +28,6 @@ from kvferry.engines.vllm.messages import (
 from kvferry.engines.vllm.pins import Pins
 from kvferry.engines.vllm.prefill import PrefillWatch
 from kvferry.engines.vllm.requests import Admission, Phase, Tracked
-from kvferry.engines.vllm.stats import KvferryStats
 from kvferry.errors import RefusedError
 
 ANSWER_MAX_AGE_S = 10.0  # below the node's lease on a load: an older answer is asked for anew
@@ -66,7 +66,7 @@ class SchedulerSide:
         deadline_cap_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.stats = KvferryStats()
+        self.counts = Counts()
         self._assignment = assignment
         self._geometry = geometry
         self._admission = admission
@@ -127,7 +127,7 @@ class SchedulerSide:
             tracked = self._admission.admit(request, now=now)
             self._tracked[request.request_id] = tracked
             if tracked.eligibility is not Eligibility.YES or not tracked.reads:
-                self.stats.add("ineligible")
+                self.counts.add("ineligible")
         return tracked
 
     def _still_usable(self, tracked: Tracked, local_tokens: int, now: float) -> bool:
@@ -150,7 +150,7 @@ class SchedulerSide:
             digests = tracked.digests(plan.chunks, chunk_tokens=self._geometry.chunk_tokens)
         except RefusedError:
             tracked.eligibility = Eligibility.TOKENS
-            self.stats.add("ineligible")
+            self.counts.add("ineligible")
             return False
         self._client.lookup(
             LookupRequest(
@@ -163,7 +163,7 @@ class SchedulerSide:
                 deadline_cap_s=self._deadline_cap_s,
             )
         )
-        self.stats.add("lookups")
+        self.counts.add("lookups")
         tracked.phase, tracked.asked_at = Phase.ASKED, now
         return True
 
@@ -185,20 +185,20 @@ class SchedulerSide:
         if answer is None:
             if now - tracked.asked_at > LOOKUP_MAX_S:
                 self._client.cancel(tracked.request_id)
-                self.stats.add("unanswered")
+                self.counts.add("unanswered")
                 tracked.settle(Reason.TIMEOUT)
             return
         tracked.story.lookup_s += now - tracked.asked_at
         self._learn(tracked, answer)
         if answer.count:
-            self.stats.add("hits")
+            self.counts.add("hits")
             tracked.phase, tracked.answer, tracked.answered_at = Phase.ANSWERED, answer, now
             tracked.story.reason = answer.reason
             return
         if answer.reason is Reason.CHEAPER:
-            self.stats.add("cheaper")
+            self.counts.add("cheaper")
         else:
-            self.stats.add("misses" if answer.reason in _MISSES else "unanswered")
+            self.counts.add("misses" if answer.reason in _MISSES else "unanswered")
         self._end(answer)
         tracked.settle(answer.reason)
 
@@ -249,7 +249,7 @@ class SchedulerSide:
         self._loads.append(LoadSpec(tracked.request_id, tickets, blocks, load.first_span))
         tracked.phase, tracked.load_began = Phase.LOADING, self._clock()
         tracked.results.clear()
-        self.stats.add("loads")
+        self.counts.add("loads")
         return True
 
     def hit_sources(self, request: Any, external_tokens: int) -> dict[int, int]:
@@ -280,12 +280,12 @@ class SchedulerSide:
         first = answer.first_chunk + answer.count - wanted
         tokens, story = self._geometry.chunk_tokens, tracked.story
         if loaded < wanted:
-            self.stats.add("loads_failed")
+            self.counts.add("loads_failed")
         story.loaded_tokens += loaded * tokens
         story.failed_tokens += (wanted - loaded) * tokens
         story.loaded_bytes += sum(result.nbytes for result in results)
         story.load_s += self._clock() - tracked.load_began
-        self.stats.add("loaded_tokens", loaded * tokens)
+        self.counts.add("loaded_tokens", loaded * tokens)
         if tracked.chain is not None:
             self._remember(tracked.chain.digests[first : first + loaded])
 
@@ -355,14 +355,14 @@ class SchedulerSide:
         for step in report.steps:
             self._prefill.returned(step, now=now)
         for load in report.loads:
-            self.stats.add("loaded_bytes", load.nbytes)
-            self.stats.add("load_seconds", load.seconds)
+            self.counts.add("loaded_bytes", load.nbytes)
+            self.counts.add("load_seconds", load.seconds)
             tracked = self._tracked.get(load.request_id)
             if tracked is not None:
                 tracked.results.append(load)
         for save in report.saves:
-            self.stats.add("stored_bytes", save.nbytes)
-            self.stats.add("declined_chunks", save.declined)
+            self.counts.add("stored_bytes", save.nbytes)
+            self.counts.add("declined_chunks", save.declined)
             self._stored.setdefault(save.save_id, []).append(frozenset(save.stored))
             if self._pins.reported(save.save_id):
                 self._saved(save.save_id)
@@ -372,7 +372,7 @@ class SchedulerSide:
         wanted = self._saving.pop(save_id, ())
         self._in_flight.difference_update(wanted)
         everywhere = frozenset.intersection(*self._stored.pop(save_id))
-        self.stats.add("stored_chunks", len(everywhere))
+        self.counts.add("stored_chunks", len(everywhere))
         self._remember([digest for digest in wanted if digest in everywhere])
 
     def _remember(self, digests: Sequence[bytes]) -> None:

@@ -17,7 +17,6 @@ from kvferry.engines.vllm.messages import (
     StepPlan,
     WorkerReport,
 )
-from kvferry.engines.vllm.stats import KvferryStats
 from kvferry.engines.vllm.transfers import Loader, LoadJob, Saver, Store
 
 if TYPE_CHECKING:
@@ -95,7 +94,6 @@ class WorkerSide:
     """
 
     def __init__(self, memory: KvMemory, *, rank: int, connect: Connect) -> None:
-        self.stats = KvferryStats()
         self._memory = memory
         self._rank = rank
         self._connect = connect
@@ -121,6 +119,13 @@ class WorkerSide:
             on_done=self._save_done,
         )
         sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
+
+    def connect(self, assignment: Assignment) -> None:
+        """Reach the node, in the background: at start-up, so that the first load need not wait for it."""
+        if self._store is not None:
+            self._store.close()
+        self._assignment = assignment
+        self._store = self._connect(assignment, self._rank)
 
     # -- from copying threads ----------------------------------------------------------------------
 
@@ -211,10 +216,9 @@ class WorkerSide:
     # -- the node ----------------------------------------------------------------------------------
 
     def _reach(self, plan: StepPlan) -> Store | None:
-        """The client; made with the first plan, since only the scheduler side knows the namespace."""
-        if self._store is None and plan.assignment is not None:
-            self._assignment = plan.assignment
-            self._store = self._connect(plan.assignment, self._rank)
+        """The client. The scheduler side's word counts, should it differ from what was assumed."""
+        if plan.assignment is not None and plan.assignment != self._assignment:
+            self.connect(plan.assignment)
         return self._store
 
     def close(self) -> None:
