@@ -43,8 +43,8 @@ class ReplicaPlan:
 class FleetSettings:
     """model: directory. pool_bytes: host memory of the node. kv_space_gib: each engine's own KV cache.
 
-    valkey_url: an existing server to use instead of starting one. max_batched_tokens: None keeps the
-    engine's default.
+    valkey_url: an existing server to use instead of starting one. kv_space_gib: each engine's own KV memory.
+    connector: its module and class.
     """
 
     model: Path
@@ -53,6 +53,8 @@ class FleetSettings:
     valkey_url: str | None = None
     kv_space_gib: int = 1
     deadline_cap_ms: int | None = None
+    connector: tuple[str, str] = (CONNECTOR_MODULE, CONNECTOR_NAME)
+    engine_environment: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class Fleet:
 
     def __init__(self, settings: FleetSettings, *, say: Callable[[str], None]) -> None:
         self.settings = settings
-        self.directory = Path(tempfile.mkdtemp(prefix="kvferry-demo-"))
+        self.directory = Path(tempfile.mkdtemp(prefix="kvferry-"))
         self.replicas: dict[str, Replica] = {}
         self.valkey_url = settings.valkey_url or ""
         self.socket_path = self.directory / "node.sock"
@@ -228,8 +230,8 @@ class Fleet:
         if self.settings.deadline_cap_ms is not None:
             extra["deadline_cap_ms"] = self.settings.deadline_cap_ms
         return {
-            "kv_connector": CONNECTOR_NAME,
-            "kv_connector_module_path": CONNECTOR_MODULE,
+            "kv_connector": self.settings.connector[1],
+            "kv_connector_module_path": self.settings.connector[0],
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": extra,
@@ -278,6 +280,7 @@ class Fleet:
             HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", TOKENIZERS_PARALLELISM="false"
         )
         if plan is not None:
+            environment.update(self.settings.engine_environment)
             environment.update(
                 VLLM_CPU_KVCACHE_SPACE=str(self.settings.kv_space_gib),
                 VLLM_CPU_OMP_THREADS_BIND=str(plan.core),

@@ -53,6 +53,7 @@ def main(args: argparse.Namespace) -> int:
                 steps = _run(scenario, say=say)
                 setting = _setting(scenario, seconds=time.monotonic() - begun)
                 code = _publish(steps, setting, args=args, say=say)
+                fleet.keep_directory = code != 0
                 if args.keep:
                     _keep(fleet, scenario, say=say)
                 return code

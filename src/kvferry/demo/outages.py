@@ -60,7 +60,7 @@ class Outages:
     def valkey_stopped(self) -> Step:
         """SIGSTOP to Valkey: connections stay open, nothing answers."""
         scenario, fleet = self._scenario, self._fleet
-        scenario.wait_backlog()
+        scenario.fleet.node_view.wait_written_back()
         fleet.node_view.drop_memory()
         forget_everything(scenario.replica("B"))
         fleet.valkey.send_signal(signal.SIGSTOP)
@@ -92,7 +92,7 @@ class Outages:
         """A question whose load is in flight now, and how much of it. A quick load may need another try."""
         scenario = self._scenario
         for _ in range(MAX_TRIES):
-            scenario.wait_backlog()
+            scenario.fleet.node_view.wait_written_back()
             self._fleet.node_view.drop_memory()
             forget_everything(scenario.replica("B"))
             with self._fleet.node_view.watching() as status:

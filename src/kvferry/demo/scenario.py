@@ -17,7 +17,6 @@ from kvferry.errors import KvferryError
 
 TARGET_TOKENS = 6000
 MAX_TOKENS = 16
-SAVED_WITHIN_S = 30.0
 OWN_HIT = "an own hit"
 COLD = "the cold answer"
 
@@ -72,7 +71,7 @@ class Scenario:
 
     def cold(self) -> Step:
         """A computes the prefix; afterwards it is saved in the background."""
-        before = self.committed_parts()
+        before = self.fleet.node_view.committed_parts()
         reply = self.ask("A", 0, "cold")
         self._facts = Facts(reply, block_digests(self.replica("A")))
         took = self.wait_saved(more_than=before)
@@ -113,7 +112,7 @@ class Scenario:
 
     def valkey_only(self, key: str, title: str, *, question: int) -> Step:
         """Only Valkey has the prefix: host memory dropped, B's cache reset and its memory zeroed."""
-        self.wait_backlog()
+        self.fleet.node_view.wait_written_back()
         self.fleet.node_view.drop_memory()
         forget_everything(self.replica("B"))
         reply = self.ask("B", question, key)
@@ -193,7 +192,7 @@ class Scenario:
     def story(self, reply: Reply) -> Story:
         """What the node knows of a request; nothing when the node is away."""
         try:
-            return story_of(self.fleet.node_view.explain(reply.request_id))
+            return story_of(self.fleet.node_view.settled_records(reply.request_id))
         except KvferryError:
             return NO_STORY
 
@@ -241,31 +240,11 @@ class Scenario:
             note=note,
         )
 
-    # -- waiting on the node's own statistics ------------------------------------------------------
-
-    def committed_parts(self) -> int:
-        """Parts published since the node's start."""
-        return int(self.fleet.node_view.status()["counters"]["committed_parts"])
-
     def wait_saved(self, *, more_than: int) -> float:
         """Until the shared prefix is published and written back; returns the seconds it took."""
         begun = time.monotonic()
-        wanted = more_than + self.boundary // self.chunk_tokens()
-        self.fleet.node_view.wait(
-            lambda status: status["counters"]["committed_parts"] >= wanted,
-            what="saving the prefix to host memory",
-            timeout_s=SAVED_WITHIN_S,
-        )
-        self.wait_backlog()
+        self.fleet.node_view.wait_saved(parts=more_than + self.boundary // self.chunk_tokens())
         return time.monotonic() - begun
-
-    def wait_backlog(self) -> None:
-        """Until nothing waits to be written to Valkey."""
-        self.fleet.node_view.wait(
-            lambda status: not status["writeback_backlog_parts"] and not status["catalogue"]["filling_parts"],
-            what="writing to Valkey",
-            timeout_s=SAVED_WITHIN_S,
-        )
 
     def chunk_tokens(self) -> int:
         """Tokens per stored chunk, as the node was told by the engine."""

@@ -88,16 +88,22 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """What the node knows of one request. chunks, nbytes: loaded, by tier name."""
+    """What the node knows of one request. chunks, nbytes: loaded, by tier name.
+
+    load_s is the node's time; engine_load_s and engine_bytes are the connector's own: until the last block
+    was copied, on the slowest rank, and over all ranks.
+    """
 
     chunks: dict[str, int]
     nbytes: dict[str, int]
     reason: str
     load_s: float
     chunk_tokens: int
+    engine_load_s: float
+    engine_bytes: int
 
 
-NO_STORY = Story({}, {}, "", 0.0, 0)
+NO_STORY = Story({}, {}, "", 0.0, 0, 0.0, 0)
 
 
 def story_of(records: Sequence[dict[str, Any]]) -> Story:
@@ -105,13 +111,16 @@ def story_of(records: Sequence[dict[str, Any]]) -> Story:
     if not records:
         return NO_STORY
     record = records[0]
-    reason = record.get("load_reason") or record.get("reason") or ""
+    seen = record.get("report") or {}
+    reason = seen.get("reason") or record.get("load_reason") or record.get("reason") or ""
     return Story(
         {tier: int(n) for tier, n in record.get("reused_chunks", {}).items() if n},
         {tier: int(n) for tier, n in record.get("reused_bytes", {}).items() if n},
         str(reason),
         float(record.get("load_s") or 0.0),
         int(record.get("chunk_tokens") or 0),
+        float(seen.get("load_s") or 0.0),
+        int(seen.get("loaded_bytes") or 0),
     )
 
 
