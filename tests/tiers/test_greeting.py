@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.servers import Server, free_ports, running_server
@@ -92,6 +93,16 @@ def test_passwords_are_checked_and_never_shown() -> None:
         assert "wrong-secret" not in wrong
         assert "wants a password" in refusal(server.url)
         round_trip(f"valkey://:right@127.0.0.1:{server.port}")
+
+
+def test_the_documented_permissions_are_enough(server: Server) -> None:
+    text = Path(__file__).parents[2].joinpath("docs/spec/valkey-keys.md").read_text()
+    line = next(line for line in text.splitlines() if "ACL SETUSER" in line)
+    assert server.ask(*line.split()) == b"OK"
+    try:
+        round_trip(f"valkey://kvferry:PASSWORD@127.0.0.1:{server.port}")
+    finally:
+        server.ask("ACL", "DELUSER", "kvferry")
 
 
 def test_a_single_server_is_no_cluster_if_one_was_asked_for(server: Server) -> None:
