@@ -4,7 +4,7 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvferry.engines.vllm.copy import BlockCopier, CpuBlockCopier
 from kvferry.engines.vllm.layout import BlockLayout, LayerView, plan_layout
@@ -87,13 +87,23 @@ class KvMemory:
         self.copier.close()
 
 
+class Memory(Protocol):
+    """What is used of ``KvMemory``. cores: for copying threads."""
+
+    copier: BlockCopier
+    cores: frozenset[int]
+
+    def close(self) -> None:
+        """Before the engine's memory goes away."""
+
+
 class WorkerSide:
     """Hooks run in vLLM's thread and only hand over; results are collected once per step.
 
     connect: makes the client once the scheduler side has said where and as whom.
     """
 
-    def __init__(self, memory: KvMemory, *, rank: int, connect: Connect) -> None:
+    def __init__(self, memory: Memory, *, rank: int, connect: Connect) -> None:
         self._memory = memory
         self._rank = rank
         self._connect = connect

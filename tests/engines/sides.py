@@ -1,0 +1,190 @@
+"""Connectors of fake engines over one real node: both sides as vLLM drives them, without vLLM."""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from kvferry.client.messages import LoadEnd, LoadTicket, NamespaceInfo, Pending, ReadyPart, ReservedSlot
+from kvferry.client.scheduler import SchedulerClient
+from kvferry.client.worker import WorkerClient
+from kvferry.config import NodeSettings
+from kvferry.engines.planning import ChunkGeometry
+from kvferry.engines.vllm.copy import CpuBlockCopier
+from kvferry.engines.vllm.identity import AdapterDigests
+from kvferry.engines.vllm.layout import LayerView, plan_layout
+from kvferry.engines.vllm.messages import Assignment, WorkerPart
+from kvferry.engines.vllm.pins import Pins
+from kvferry.engines.vllm.prefill import PrefillWatch
+from kvferry.engines.vllm.requests import Admission
+from kvferry.engines.vllm.scheduler import SchedulerSide
+from kvferry.engines.vllm.transfers import Stream
+from kvferry.engines.vllm.worker import WorkerSide
+from kvferry.identity.domain import DomainKey
+from kvferry.node.node import Node
+from kvferry.testing.connector_contract import BLOCK_TOKENS
+from kvferry.testing.fake_engine import FakeEngine, Kv
+
+LAYERS, BLOCK_BYTES = 3, 1024
+POOL_BYTES = 64 << 20
+
+
+class HeldStream:
+    """A stream that gives nothing while its gate is closed."""
+
+    def __init__(self, stream: Stream, gate: threading.Event) -> None:
+        self._stream = stream
+        self._gate = gate
+
+    def next(self, timeout_s: float) -> ReadyPart | LoadEnd | Pending:
+        if not self._gate.wait(timeout_s):
+            return Pending.PENDING
+        return self._stream.next(timeout_s)
+
+    def copied(self, index: int) -> None:
+        self._stream.copied(index)
+
+    def corrupt(self, index: int) -> None:
+        self._stream.corrupt(index)
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class GatedStore:
+    """A worker's client whose loads can be held."""
+
+    def __init__(self, client: WorkerClient, gate: threading.Event) -> None:
+        self.client = client
+        self._gate = gate
+
+    def load(self, ticket: LoadTicket) -> HeldStream:
+        return HeldStream(self.client.load(ticket), self._gate)
+
+    def reserve(
+        self, prefix: Sequence[bytes], wanted: Sequence[bytes], *, part: int, timeout_s: float
+    ) -> list[ReservedSlot]:
+        return self.client.reserve(prefix, wanted, part=part, timeout_s=timeout_s)
+
+    def commit(self, part: int, filled: Sequence[tuple[bytes, tuple[bytes, ...]]]) -> None:
+        self.client.commit(part, filled)
+
+    def abandon(self, part: int, digests: Sequence[bytes]) -> None:
+        self.client.abandon(part, digests)
+
+    def close(self) -> None:
+        self.client.close()
+
+
+class HostMemory:
+    """One rank's KV in host memory."""
+
+    def __init__(self, blocks: int) -> None:
+        self.kv: Kv = np.zeros((LAYERS, blocks, BLOCK_BYTES), dtype=np.uint8)
+        views = [
+            LayerView(f"layer{n}", 0, n * blocks * BLOCK_BYTES, (blocks, BLOCK_BYTES), (BLOCK_BYTES, 1), 1)
+            for n in range(LAYERS)
+        ]
+        self.copier = CpuBlockCopier(plan_layout(views, blocks=blocks), [self.kv.reshape(-1)])
+        self.cores = frozenset({0})
+
+    def close(self) -> None:
+        self.copier.close()
+
+
+class SideFleet:
+    """``ConnectorFleet`` over a node inside this process."""
+
+    def __init__(self, directory: Path, stack: ExitStack, *, chunk_blocks: int) -> None:
+        self._stack = stack
+        self._chunk_blocks = chunk_blocks
+        self._gate = threading.Event()
+        self._gate.set()
+        self._stores: list[GatedStore] = []
+        self._schedulers: dict[int, tuple[SchedulerSide, Pins]] = {}
+        self.node = Node(
+            NodeSettings(pool_bytes=POOL_BYTES, socket_path=directory / "n.sock", metrics_port=0)
+        )
+        stack.callback(self.node.close)
+        self.node.start()
+
+    def engine(self, *, blocks: int = 64, ranks: int = 1, tokens_per_step: int = 64) -> FakeEngine:
+        geometry = ChunkGeometry(BLOCK_TOKENS, BLOCK_TOKENS * self._chunk_blocks)
+        part_bytes = (LAYERS * BLOCK_BYTES * self._chunk_blocks,) * ranks
+        namespace = NamespaceInfo(bytes([ranks]) * 16, part_bytes, geometry.chunk_tokens, "default")
+        assignment = Assignment(
+            str(self.node.settings.socket_path),
+            f"engine{len(self._schedulers)}",
+            namespace,
+            tuple(WorkerPart(rank, 1) for rank in range(ranks)),
+        )
+        pins = Pins(ranks=ranks)
+        client = SchedulerClient(
+            socket_path=assignment.socket, engine=assignment.engine, namespace=namespace, lookup_wait_s=2.0
+        )
+        adapters = AdapterDigests()
+        admission = Admission(
+            key=DomainKey.default("default"),
+            namespace=namespace.namespace,
+            chunk_tokens=geometry.chunk_tokens,
+            adapters=adapters,
+        )
+        scheduler = SchedulerSide(
+            assignment=assignment,
+            geometry=geometry,
+            admission=admission,
+            client=client,
+            pins=pins,
+            prefill=PrefillWatch(),
+        )
+        self._stack.callback(adapters.close)
+        self._stack.callback(scheduler.close)
+        memories = [HostMemory(blocks) for _ in range(ranks)]
+        workers = [
+            WorkerSide(memory, rank=rank, connect=self._connect) for rank, memory in enumerate(memories)
+        ]
+        for worker in workers:
+            worker.connect(assignment)
+            self._stack.callback(worker.close)
+        assert client.wait_connected(5)
+        assert all(store.client.wait_connected(5) for store in self._stores)
+        engine = FakeEngine(
+            memories=[memory.kv for memory in memories],
+            block_tokens=BLOCK_TOKENS,
+            scheduler=scheduler,
+            workers=workers,
+            tokens_per_step=tokens_per_step,
+        )
+        pins.bind(engine.pool)
+        self._schedulers[id(engine)] = (scheduler, pins)
+        return engine
+
+    def _connect(self, assignment: Assignment, rank: int) -> GatedStore:
+        client = WorkerClient(
+            socket_path=assignment.socket, engine=assignment.engine, rank=rank, namespace=assignment.namespace
+        )
+        store = GatedStore(client, self._gate)
+        self._stores.append(store)
+        return store
+
+    def scheduler(self, engine: FakeEngine) -> SchedulerSide:
+        return self._schedulers[id(engine)][0]
+
+    def settle(self, engine: FakeEngine) -> None:
+        _, pins = self._schedulers[id(engine)]
+        engine.run(lambda: not pins.pending and not engine.requests, steps=200_000)
+
+    def stop_node(self) -> None:
+        self.node.close()
+
+    def damage_node(self) -> None:
+        mapping = self._stores[0].client.mapping
+        assert mapping is not None
+        pool = np.frombuffer(mapping.view(0, POOL_BYTES), dtype=np.uint8)
+        pool ^= 1
+
+    def hold_loads(self) -> Callable[[], None]:
+        self._gate.clear()
+        return self._gate.set
