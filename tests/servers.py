@@ -1,6 +1,7 @@
 """The servers that tests start: see ``kvferry.testing.servers``."""
 
 from kvferry.testing.servers import (
+    CLUSTER_OPTIONS,
     Cluster,
     Server,
     free_ports,
@@ -14,6 +15,7 @@ from kvferry.testing.servers import (
 )
 
 __all__ = [
+    "CLUSTER_OPTIONS",
     "Cluster",
     "Server",
     "free_ports",

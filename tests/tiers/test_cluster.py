@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from tests.servers import Cluster, running_cluster
+from tests.servers import CLUSTER_OPTIONS, Cluster, must, running_cluster, start_server
 
 from kvferry.identity.stripes import stripe_plan
 from kvferry.testing.tier_contract import fetch_all, probe_all, some_bytes, some_ref, store_all
@@ -79,3 +80,29 @@ def test_a_dead_shard_costs_its_own_stripes_only() -> None:
             assert str(victim.port) in tier.statistics().detail["breaker_open"]
         finally:
             tier.close()
+
+
+def test_a_failover_costs_no_part(tmp_path: Path) -> None:
+    with running_cluster() as cluster:
+        replica = start_server(tmp_path, *CLUSTER_OPTIONS)
+        tier = ValkeyTier.connect(cluster.settings())
+        try:
+            cluster.become_replica(replica, 0)
+            parts = [(some_ref(200_000, seed), some_bytes(200_000, seed)) for seed in range(12)]
+            assert store_all(tier, parts) == [Outcome.OK] * 12
+            must(cluster.servers[0].ask("WAIT", "1", "5000"))
+            must(replica.ask("CLUSTER", "FAILOVER"))
+            until(lambda: b"role:master" in bytes(str(replica.ask("INFO", "replication")), "ascii"))
+            for (_, data), (result, memory) in zip(
+                parts, fetch_all(tier, [r for r, _ in parts]), strict=True
+            ):
+                assert result.outcome is Outcome.OK
+                assert memory == data
+            assert (
+                store_all(tier, [(some_ref(1000, seed), some_bytes(1000, 1)) for seed in range(20, 40)])
+                == [Outcome.OK] * 20
+            )
+            until(lambda: str(replica.port) in tier.statistics().detail["shards"])
+        finally:
+            tier.close()
+            replica.stop()

@@ -288,3 +288,15 @@ def test_closing_while_the_server_is_stopped_ends_at_once(server: Server) -> Non
     finally:
         server.resume()
         tier.close()
+
+
+def test_under_real_eviction_an_answer_is_a_miss_or_the_exact_bytes() -> None:
+    with running_server("--maxmemory", "24mb", "--maxmemory-policy", "allkeys-lru") as server:
+        tier = ValkeyTier.connect(server.settings())
+        try:
+            refs = [stored(tier, seed) for seed in range(12)]
+            found = [outcome_of(tier, ref) for ref in refs]
+            assert set(found) == {Outcome.OK, Outcome.MISS}
+            assert not tier.statistics().failed
+        finally:
+            tier.close()

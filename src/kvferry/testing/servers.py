@@ -23,6 +23,12 @@ from kvferry.tiers.valkey.url import Address, ValkeyUrl
 
 START_S = 15.0
 SLOTS = 16384
+CLUSTER_OPTIONS = (
+    *("--cluster-enabled", "yes"),
+    *("--cluster-node-timeout", "2000"),
+    *("--cluster-config-file", "nodes"),
+    *("--repl-diskless-sync-delay", "0"),
+)
 
 
 def valkey_binary() -> Path:
@@ -185,6 +191,24 @@ class Cluster:
     def settings(self, **values: object) -> ValkeySettings:
         return ValkeySettings(ValkeyUrl((self.servers[0].address,)), **values)  # type: ignore[arg-type]
 
+    def wait_until_whole(self) -> None:
+        """Wait until every server knows an owner for every slot and all the others."""
+        deadline = time.monotonic() + START_S
+        while not all(_complete(server, len(self.servers)) for server in self.servers):
+            if time.monotonic() > deadline:
+                raise RuntimeError("the Cluster did not form")
+            time.sleep(0.05)
+
+    def become_replica(self, server: Server, primary: int) -> None:
+        """Join ``server``, started with Cluster enabled and no slots, as a replica, and wait for its copy."""
+        must(self.servers[0].ask("CLUSTER", "MEET", "127.0.0.1", str(server.port)))
+        identity = self.node_id(primary)
+        deadline = time.monotonic() + START_S
+        while server.ask("CLUSTER", "REPLICATE", identity) != b"OK" or not _linked(server):
+            if time.monotonic() > deadline:
+                raise RuntimeError("the replica did not join")
+            time.sleep(0.05)
+
     def node_id(self, index: int) -> bytes:
         reply = self.servers[index].ask("CLUSTER", "MYID")
         if isinstance(reply, bytes):
@@ -280,14 +304,7 @@ def running_cluster(
         for port in free_ports(shards):
             home = Path(directory) / str(port)
             home.mkdir()
-            extra = [
-                "--cluster-enabled",
-                "yes",
-                "--cluster-node-timeout",
-                "2000",
-                "--cluster-config-file",
-                "nodes",
-            ]
+            extra = [*CLUSTER_OPTIONS]
             if announced is not None:
                 extra += [
                     "--cluster-announce-port",
@@ -306,19 +323,22 @@ def running_cluster(
             must(server.ask("CLUSTER", "SET-CONFIG-EPOCH", str(index + 1)))
         for server in servers[1:]:
             must(servers[0].ask("CLUSTER", "MEET", "127.0.0.1", str(server.port)))
-        deadline = time.monotonic() + START_S
-        while not all(_complete(server, shards) for server in servers):
-            if time.monotonic() > deadline:
-                raise RuntimeError("the Cluster did not form")
-            time.sleep(0.05)
-        yield Cluster(servers)
+        cluster = Cluster(servers)
+        cluster.wait_until_whole()
+        yield cluster
 
 
-def _complete(server: Server, shards: int) -> bool:
+def _complete(server: Server, servers: int) -> bool:
     info = server.ask("CLUSTER", "INFO")
-    slots = server.ask("CLUSTER", "SLOTS")
-    whole = isinstance(slots, list) and len(slots) >= shards
-    return whole and isinstance(info, bytes) and b"cluster_state:ok" in info
+    if not isinstance(info, bytes):
+        return False
+    wanted = (b"cluster_state:ok", b"cluster_slots_ok:16384", b"cluster_known_nodes:%d" % servers)
+    return set(wanted) <= set(info.split())
+
+
+def _linked(server: Server) -> bool:
+    info = server.ask("INFO", "replication")
+    return isinstance(info, bytes) and b"master_link_status:up" in info
 
 
 def open_descriptors() -> int:

@@ -1,0 +1,52 @@
+"""The benchmark of tiers runs, verifies what it moved, and tells what it could not measure."""
+
+import argparse
+import json
+
+import pytest
+
+from kvferry.bench import tiers
+from kvferry.errors import MisconfiguredError
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    tiers.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def test_a_small_run_reports_both_directions_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    small = (
+        "--parts",
+        "0.5",
+        "--rounds",
+        "1",
+        "--sample-mib",
+        "2",
+        "--only",
+        "transfers",
+        "--no-peers",
+        "--json",
+    )
+    assert tiers.main(parse(*small)) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [row["operation"] for row in report["transfers"]] == ["GET", "SET"]
+    assert all(row["ratio"] > 0 and set(row["gb_s"]) == {"bare", "kvferry"} for row in report["transfers"])
+
+
+def test_the_table_marks_what_falls_short() -> None:
+    row = tiers.Transfers(
+        "GET", 2.5, {"bare": 2.0, "kvferry": 1.0}, {"bare": 0.1, "kvferry": 0.1}, 0.5, (0.4, 0.6)
+    )
+    text = tiers.render(tiers.Report(server="valkey 9", transfers=[row], not_measured={"tls": "no server"}))
+    assert "short" in text
+    assert "tls: not measured: no server" in text
+
+
+@pytest.mark.parametrize(
+    "words", [("--parts", "big"), ("--parts", "0"), ("--rounds", "0"), ("--only", "transfers,everything")]
+)
+def test_wrong_arguments_are_one_line(words: tuple[str, ...]) -> None:
+    with pytest.raises(MisconfiguredError) as caught:
+        tiers.main(parse(*words))
+    assert "\n" not in str(caught.value)
