@@ -1,0 +1,100 @@
+"""Requests and hits become loads and saves: the arithmetic between tokens, blocks and chunks."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvferry.engines.planning import (
+    ChunkGeometry,
+    chunk_blocks,
+    failed_block_ids,
+    plan_load,
+    plan_lookup,
+    plan_saves,
+    tokens_by_tier,
+)
+from kvferry.errors import MisconfiguredError
+
+geometries = st.builds(
+    lambda block, blocks: ChunkGeometry(block, block * blocks), st.integers(1, 64), st.integers(1, 9)
+)
+
+
+@pytest.mark.parametrize(("block", "chunk"), [(128, 100), (128, 200), (16, 8), (0, 16), (16, 0)])
+def test_chunks_that_do_not_fit_blocks_are_refused_with_the_value(block: int, chunk: int) -> None:
+    with pytest.raises(MisconfiguredError, match=str(chunk if block else block)):
+        ChunkGeometry(block, chunk)
+
+
+@given(geometries, st.integers(1, 5000))
+def test_a_hit_always_leaves_a_token_to_compute(geometry: ChunkGeometry, tokens: int) -> None:
+    reusable = geometry.reusable_chunks(tokens) * geometry.chunk_tokens
+    assert reusable < tokens <= reusable + geometry.chunk_tokens
+
+
+@given(geometries, st.integers(1, 5000), st.integers(0, 100))
+def test_a_lookup_starts_with_the_first_chunk_that_is_not_whole(
+    geometry: ChunkGeometry, tokens: int, local_blocks: int
+) -> None:
+    local = local_blocks * geometry.block_tokens
+    plan = plan_lookup(geometry, prompt_tokens=tokens, local_tokens=local)
+    if plan is None:
+        assert geometry.reusable_chunks(tokens) * geometry.chunk_tokens < local + geometry.chunk_tokens
+    else:
+        assert plan.first_chunk * geometry.chunk_tokens <= local
+        assert local < (plan.first_chunk + 1) * geometry.chunk_tokens
+        assert plan.chunks > plan.first_chunk
+
+
+@given(geometries, st.integers(0, 20), st.integers(1, 20), st.integers(0, 200))
+def test_a_load_covers_exactly_what_the_engine_lacks(
+    geometry: ChunkGeometry, first: int, count: int, local_blocks: int
+) -> None:
+    local = local_blocks * geometry.block_tokens
+    load = plan_load(geometry, first_chunk=first, count=count, local_tokens=local)
+    end = (first + count) * geometry.chunk_tokens
+    if load is None:
+        assert local >= end or local < first * geometry.chunk_tokens
+        return
+    assert local + load.external_tokens == end
+    missing_blocks = (
+        (load.chunks - 1) * geometry.blocks_per_chunk + load.first_span.stop - load.first_span.start
+    )
+    assert missing_blocks * geometry.block_tokens == load.external_tokens
+
+
+@given(geometries, st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 50))
+def test_only_chunks_whose_tokens_are_known_and_computed_are_saved_once(
+    geometry: ChunkGeometry, known: int, computed: int, first: int
+) -> None:
+    chunks = plan_saves(geometry, known_tokens=known, computed_tokens=computed, first_unsaved=first)
+    assert all(first <= c and (c + 1) * geometry.chunk_tokens <= min(known, computed) for c in chunks)
+    assert plan_saves(
+        geometry, known_tokens=known, computed_tokens=computed, first_unsaved=chunks.stop
+    ) == range(chunks.stop, chunks.stop)
+
+
+@given(geometries, st.integers(1, 12))
+def test_chunks_divide_a_block_table(geometry: ChunkGeometry, chunks: int) -> None:
+    table = list(range(1000, 1000 + chunks * geometry.blocks_per_chunk))
+    blocks = [block for c in range(chunks) for block in chunk_blocks(geometry, c, table)]
+    assert blocks == table
+
+
+@given(st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=4), max_size=8), st.data())
+def test_everything_from_the_first_gap_on_has_failed(blocks: list[list[int]], data: st.DataObject) -> None:
+    arrived = data.draw(st.sets(st.integers(0, max(0, len(blocks) - 1))))
+    failed = failed_block_ids(blocks, arrived)
+    usable = 0
+    while usable in arrived and usable < len(blocks):
+        usable += 1
+    assert failed == [block for chunk in blocks[usable:] for block in chunk]
+
+
+@given(geometries, st.lists(st.integers(0, 1), min_size=1, max_size=9), st.data())
+def test_tiers_account_for_every_external_token(
+    geometry: ChunkGeometry, tiers: list[int], data: st.DataObject
+) -> None:
+    most = len(tiers) * geometry.chunk_tokens
+    external = data.draw(st.integers(most - geometry.chunk_tokens + 1, most))
+    assert sum(tokens_by_tier(geometry, tiers=tiers, external_tokens=external).values()) == external
