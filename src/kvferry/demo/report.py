@@ -28,6 +28,8 @@ _KINDS = {
     Source.MIXED: "valkey",
 }
 _COMPARED = (
+    "Each replica answers one short unrelated question when it starts: an engine's very first request also "
+    "pays for setting up its kernels, some two seconds here, with or without a cache.",
     "Bytes: before each load the replica's own prefix cache is reset and its whole KV memory overwritten "
     "with zeros (a replica that is new has zeros anyway). After its answer, a probe inside the engine's "
     "worker takes one 128-bit digest per KV block over all layers, and these are compared with the digests "

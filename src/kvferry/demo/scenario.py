@@ -10,13 +10,14 @@ from kvferry.demo.ask import Question, Replica, Reply
 from kvferry.demo.engineview import block_tokens_of
 from kvferry.demo.fleet import Fleet
 from kvferry.demo.outages import Outages
-from kvferry.demo.prompts import PromptSet, prompt_set
+from kvferry.demo.prompts import PromptSet, chat, document, prompt_set
 from kvferry.demo.steps import NO_STORY, Source, Step, Story, source_of, story_of
 from kvferry.demo.verify import AnswerCheck, block_digests, check_answer, check_blocks, forget_everything
 from kvferry.errors import KvferryError
 
 TARGET_TOKENS = 6000
 MAX_TOKENS = 16
+WARM_UP_SEED = 1
 OWN_HIT = "an own hit"
 COLD = "the cold answer"
 
@@ -62,6 +63,8 @@ class Scenario:
             f"prompts: {len(self.prompts.prompts)} questions on one document, "
             f"{self.prompts.shared} shared tokens, {self.prompts.boundary} of them in whole blocks"
         )
+        for name in sorted(self.fleet.replicas):
+            self.warm_up(name)
         yield self.cold()
         yield self.own_hit()
         yield from self.never_saw_it()
@@ -133,6 +136,7 @@ class Scenario:
         starting = self.fleet.launch_replicas(["A"])
         yield self.other_tenant()
         self.fleet.await_replicas(starting)
+        self.warm_up("A")
         reply = self.ask("A", 4, "restart")
         yield self.step(
             "restart",
@@ -144,6 +148,13 @@ class Scenario:
             loaded=True,
             answer=self.like_own_hit(reply, 4),
         )
+
+    def warm_up(self, name: str) -> None:
+        """One unrelated question: an engine's very first one also pays for setting its kernels up."""
+        prompt = self.replica(name).tokenize_chat(
+            chat(document(4, filler=0, seed=WARM_UP_SEED), "Who piloted?")
+        )
+        self.replica(name).ask(Question(f"demo{os.getpid()}warm{name}", prompt, 2))
 
     def other_tenant(self) -> Step:
         """The same tokens under another cache_salt: no reuse across the salt, and the same bytes."""
