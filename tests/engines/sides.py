@@ -1,6 +1,7 @@
 """Connectors of fake engines over one real node: both sides as vLLM drives them, without vLLM."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -175,6 +176,16 @@ class SideFleet:
     def settle(self, engine: FakeEngine) -> None:
         _, pins = self._schedulers[id(engine)]
         engine.run(lambda: not pins.pending and not engine.requests, steps=200_000)
+
+    def node_is_idle(self) -> None:
+        """Fails while the node holds a pin, a load or a reservation of any engine."""
+        give_up = time.monotonic() + 5
+        while time.monotonic() < give_up:
+            found = self.node.statistics()
+            if not (found.loads or found.catalogue.pins or found.catalogue.filling_parts):
+                return
+            time.sleep(0.01)
+        raise AssertionError(f"the node still holds something: {found}")
 
     def stop_node(self) -> None:
         self.node.close()
