@@ -300,3 +300,17 @@ def test_under_real_eviction_an_answer_is_a_miss_or_the_exact_bytes() -> None:
             assert not tier.statistics().failed
         finally:
             tier.close()
+
+
+def test_short_deadlines_find_out_a_stopped_server_too(server: Server) -> None:
+    tier = ValkeyTier.connect(server.settings())
+    try:
+        ref = stored(tier, 30)
+        server.pause()
+        until(lambda: outcome_of(tier, ref, deadline_s=0.06) is Outcome.REFUSED)
+        assert tier.statistics().state == "down"
+        server.resume()
+        until(lambda: outcome_of(tier, ref) is Outcome.OK)
+    finally:
+        server.resume()
+        tier.close()

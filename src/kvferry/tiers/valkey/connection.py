@@ -21,7 +21,6 @@ from kvferry.tiers.valkey.resp import (
 )
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.stream import (
-    SILENT_S,
     ExpiredError,
     Patience,
     Stream,
@@ -64,7 +63,7 @@ class Connection:
         except UnreachableError as error:
             now = time.monotonic()
             if now >= deadline:  # the request had little time left: that says nothing about the server
-                raise ExpiredError(str(error), silent=now - began >= SILENT_S) from error
+                raise ExpiredError(str(error), still_s=now - began) from error
             raise
         connection = cls(stream)
         try:

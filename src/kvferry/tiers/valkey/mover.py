@@ -23,6 +23,9 @@ MAX_ATTEMPTS = 2
 """A job is sent at most twice: once more after a connection was lost."""
 MAX_REDIRECTS = 5
 SMALL_BATCH = 256
+SILENT_S = 0.2
+HESITANT_S = 0.03
+"""Without a byte for so long when the deadline came. A busy server may be hesitant; three times is enough."""
 _ASKING = command(b"ASKING")
 _log = logging.getLogger(__name__)
 
@@ -212,7 +215,7 @@ class Mover(threading.Thread):
                 job.end(Verdict.LATE, Cause.CLOSED)
             return
         if isinstance(error, ExpiredError):
-            self._shard.failed(SILENCE if error.silent else 0, str(error))
+            self._shard.failed(_weight(error.still_s), str(error))
             head = jobs.pop(0)
             head.end(Verdict.LATE, Cause.CANCELLED if head.cancelled else Cause.LATE)
             for job in jobs:
@@ -257,6 +260,11 @@ class Mover(threading.Thread):
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
+
+
+def _weight(still_s: float) -> int:
+    """What an expired wait says about the server: a slow transfer nothing, a short silence little."""
+    return SILENCE if still_s >= SILENT_S else FAILURE if still_s >= HESITANT_S else 0
 
 
 def _encode(job: Job) -> bytes:

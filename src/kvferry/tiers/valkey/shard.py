@@ -86,9 +86,11 @@ class Shard:
     def failed(self, weight: int, message: str) -> None:
         """Count a failure against the breaker; refuse what is queued if it opens."""
         self.last_error = message
+        if not weight:
+            return
         with self._lock:
             self.generation += 1
-            opened = weight > 0 and self._breaker.failed(weight, time.monotonic())
+            opened = self._breaker.failed(weight, time.monotonic())
         if opened:
             self._refuse_queued()
             self.routes.attention()

@@ -19,8 +19,6 @@ from kvferry.errors import ClosedError, KvferryError, MisconfiguredError, RetryE
 from kvferry.tiers.valkey.url import Address, TlsFiles
 
 TICK_S = 0.02
-SILENT_S = 0.05
-"""An expired wait counts as the server's silence only if nothing at all arrived for this long."""
 _TICK = struct.pack("ll", 0, int(TICK_S * 1e6))
 _MAX_BUFFERS = 64
 
@@ -38,11 +36,11 @@ class StalledError(RetryError):
 
 
 class ExpiredError(RetryError):
-    """The deadline passed or the caller cancelled. ``silent``: nothing had been moving either."""
+    """The deadline passed or the caller cancelled; nothing had moved for the last ``still_s`` seconds."""
 
-    def __init__(self, message: str, *, silent: bool) -> None:
+    def __init__(self, message: str, *, still_s: float) -> None:
         super().__init__(message)
-        self.silent = silent
+        self.still_s = still_s
 
 
 class Patience(Protocol):
@@ -149,13 +147,13 @@ class Stream:
         now = time.monotonic()
         self.progress_at = now
         if now >= patience.deadline:
-            raise ExpiredError("deadline passed during a transfer", silent=False)
+            raise ExpiredError("deadline passed during a transfer", still_s=0.0)
 
     def _idle(self, patience: Patience) -> None:
         now = time.monotonic()
         still_s = now - self.progress_at
         if now >= patience.deadline or patience.cancelled:
-            raise ExpiredError("no reply before the deadline", silent=still_s >= SILENT_S)
+            raise ExpiredError("no reply before the deadline", still_s=still_s)
         if still_s >= self._stall_s:
             raise StalledError(f"nothing moved for {still_s:.2f} s")
 
