@@ -44,9 +44,11 @@ def declined(answer: Reserved | Declined) -> DeclineReason:
 def put(made: Catalogue, prompt: int, indexes: range, *, nbytes: int = MIB, owner: int = 1) -> None:
     """Store one-part chunks as the node does: put in order, reserve, commit head first, put in order."""
     prefix = chunks(prompt, indexes.stop)
-    made.refresh(SPACE, prefix)
+    mark = made.refresh(SPACE, prefix)
     for index in indexes:
-        answer = made.reserve(key(prompt, index), nbytes, owner)
+        answer = made.reserve(key(prompt, index), nbytes, owner, spare_from=mark)
+        if isinstance(answer, Declined) and answer.reason is DeclineReason.FULL:
+            break  # as the node: a tail without its head is worth nothing
         if isinstance(answer, Reserved):
             made.commit(key(prompt, index), owner, (b"c" * 16,))
     made.refresh(SPACE, prefix)

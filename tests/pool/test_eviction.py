@@ -124,6 +124,15 @@ def test_storing_a_prefix_larger_than_the_pool_keeps_its_head() -> None:
     assert made.run(SPACE, chunks(1, 40)) == 16
 
 
+def test_a_long_new_prompt_is_stored_even_where_all_else_is_protected() -> None:
+    made = catalogue(40 * MIB)
+    put(made, 0, range(36))
+    made.touch(SPACE, chunks(0, 36))
+    put(made, 1, range(30))
+    assert made.run(SPACE, chunks(1, 30)) == 30
+    assert held(made, 0, 36) == list(range(10))
+
+
 def two_sizes(pool_mib: int) -> Catalogue:
     made = Catalogue(SlotAllocator(pool_mib * MIB, 8 * MIB))
     made.register(SPACE, (MIB,), "default")

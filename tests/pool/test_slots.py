@@ -90,10 +90,23 @@ def test_little_of_a_large_pool_is_lost_to_rounding(part_mib: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arena", "slab"), [(1 << 20, 2 << 20), (64 << 20, 8 << 20), (256 << 20, 32 << 20), (24 << 30, 64 << 20)]
+    ("arena", "slab"),
+    [
+        (1 << 20, 2 << 20),
+        (64 << 20, 8 << 20),
+        (100 << 20, 10 << 20),
+        (256 << 20, 32 << 20),
+        (24 << 30, 64 << 20),
+    ],
 )
 def test_small_pools_have_small_slabs(arena: int, slab: int) -> None:
     assert slab_bytes_for(arena) == slab
+
+
+@pytest.mark.parametrize("mib", [34, 100, 250, 1000, 3000, 10_000, 100_000])
+def test_no_pool_size_loses_much_to_whole_slabs(mib: int) -> None:
+    allocator = SlotAllocator(mib << 20)
+    assert allocator.slab_count * allocator.slab_bytes >= 0.98 * (mib << 20)
 
 
 def test_a_pool_smaller_than_a_slab_is_refused() -> None:

@@ -135,10 +135,12 @@ class EvictionPolicy:
     def unpinned(self, entry: Entry) -> None:
         self._queue(entry).unpinned(entry)
 
-    def victim(self, slot_bytes: int) -> Entry | None:
-        """The next part of that slot size to leave, or None when all are pinned."""
-        probation = self._queue_of(slot_bytes, Level.PROBATION).coldest()
-        protected = self._queue_of(slot_bytes, Level.PROTECTED).coldest()
+    def victim(self, slot_bytes: int, *, before: int | None = None) -> Entry | None:
+        """The next part of that slot size, older than ``before``, to leave; None when there is none."""
+        probation, protected = (
+            entry if entry is not None and (before is None or entry.stamp < before) else None
+            for entry in (self._queue_of(slot_bytes, level).coldest() for level in Level)
+        )
         if probation is None or protected is None:
             return probation or protected
         if self.sparing_protected or probation.stamp < protected.stamp:

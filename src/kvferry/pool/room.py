@@ -25,9 +25,7 @@ class RoomFinder:
         spare_from: parts stamped at or after this mark are left alone.
         """
         slot_bytes = slot_bytes_for(nbytes)
-        victim = self._policy.victim(slot_bytes)
-        if victim is not None and spare_from is not None and victim.stamp >= spare_from:
-            victim = None
+        victim = self._policy.victim(slot_bytes, before=spare_from)
         if victim is not None and self._until_look.get(slot_bytes, 0) > 0:
             self._until_look[slot_bytes] -= 1
             return (victim.offset,)

@@ -18,9 +18,16 @@ ACCEPTED_WASTE = 1 / 64
 
 
 def slab_bytes_for(arena_bytes: int) -> int:
-    """The slab size for a pool: 64 MiB, or less where that would leave fewer than 8 slabs (2 MiB steps)."""
-    wanted = arena_bytes // WANTED_SLABS // MIN_SLAB_BYTES * MIN_SLAB_BYTES
-    return max(MIN_SLAB_BYTES, min(MAX_SLAB_BYTES, wanted))
+    """The slab size for a pool: at most 64 MiB, small enough for 8 slabs, in 2 MiB steps.
+
+    Of the few largest sizes that is the one that leaves least of the pool over.
+    """
+    least = max(WANTED_SLABS, -(-arena_bytes // MAX_SLAB_BYTES))
+    sizes = [
+        arena_bytes // count // MIN_SLAB_BYTES * MIN_SLAB_BYTES
+        for count in range(least, 2 * WANTED_SLABS + least)
+    ]
+    return min((size for size in sizes if size), key=lambda size: arena_bytes % size, default=MIN_SLAB_BYTES)
 
 
 def slot_bytes_for(nbytes: int) -> int:
