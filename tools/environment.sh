@@ -1,8 +1,8 @@
-# Sourced by ./demo and ./test: makes .venv from the lock files and keeps it current.
+# Sourced by ./demo and ./test: makes environments from the lock files and keeps them current.
 #
-#   environment NAME...    brings .venv to locks/NAME.txt for each NAME, sets $python
+#   environment DIR NAME...    brings DIR to locks/NAME.txt for each NAME, sets $python
 #
-# Each lock leaves its digest in .venv/.locks/NAME, so an unchanged one costs nothing. `say` is where progress
+# Each lock leaves its digest in DIR/.locks/NAME, so an unchanged one costs nothing. `say` is where progress
 # goes: standard error, since standard output belongs to the command that follows.
 
 say() { printf '%s\n' "$*" >&2; }
@@ -56,7 +56,8 @@ environment_quietly() {
 }
 
 environment() {
-    venv=$root/.venv
+    venv=$root/$1
+    shift
     python=$venv/bin/python
     if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
         environment_need_python
@@ -71,7 +72,7 @@ environment() {
             --disable-pip-version-check --no-deps -r "$root/locks/$lock.txt" || exit 2
         if [ "$lock" = engine ] && ! "$python" -c 'import torch' >/dev/null 2>&1; then
             say "torch does not import: the index gave a build that needs GPU libraries. Point PIP_EXTRA_INDEX_URL" \
-                "at PyTorch's index of CPU builds, remove .venv and start again."
+                "at PyTorch's index of CPU builds, remove $venv and start again."
             exit 2
         fi
         printf '%s\n' "$digest" >"$venv/.locks/$lock"

@@ -17,6 +17,7 @@ class ConnectorFleet(Protocol):
 
     def engine(self, *, blocks: int = 64, ranks: int = 1, tokens_per_step: int = 64) -> FakeEngine:
         """A new engine with a connector of its own, attached to the shared node."""
+        ...
 
     def settle(self, engine: FakeEngine) -> None:
         """Step the idle engine until its connector holds nothing any more; fail when it never does."""
@@ -29,6 +30,7 @@ class ConnectorFleet(Protocol):
 
     def hold_loads(self) -> Callable[[], None]:
         """Loads get no further until the returned function is called."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

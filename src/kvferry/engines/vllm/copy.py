@@ -26,6 +26,7 @@ class BlockCopier(Protocol):
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
+        ...
 
     def fence(self) -> Fence | None:
         """What the engine has queued so far; None where the engine works synchronously."""
