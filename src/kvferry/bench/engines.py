@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import secrets
 import sys
 import tempfile
 import time
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cold", default=4, help="cold prompts with and without the connector (default 4)")
     add("--cold-tokens", default=2048, help="tokens of a cold prompt (default 2048)")
     add("--batches", default=3, help="batches with and without the connector (default 3)")
-    add("--seed", default=int(time.time()), help="of the prompts (default: the clock)")
+    add("--seed", default=secrets.randbelow(1 << 32), help="of the prompts (default: a new one)")
     parser.add_argument("--gap", type=float, default=1.2, metavar="S", help="pause before a request (1.2)")
     parser.add_argument(
         "--only", default=",".join(SECTIONS), metavar="LIST", help=f"sections to run ({','.join(SECTIONS)})"

@@ -86,13 +86,18 @@ def _source_tag(gguf: Path) -> str:
     return digest.hexdigest()
 
 
+def converter_command() -> list[str]:
+    """Takes a GGUF file and a directory to write into."""
+    return [sys.executable, "-m", "kvferry.demo.convert"]
+
+
 def _convert(gguf: Path, target: Path) -> None:
     """In a process of its own, into a fresh directory beside the target, published by one rename."""
     staging = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
     try:
         staging.chmod(0o755)
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-        command = [sys.executable, "-m", "kvferry.demo.convert", str(gguf), str(staging)]
+        command = [*converter_command(), str(gguf), str(staging)]
         with Children(staging) as children:
             child = children.start("convert", command, env=environment)
             wait_until(
