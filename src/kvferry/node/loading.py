@@ -197,7 +197,8 @@ class Loads:
         if live.load.end < len(live.load.chunks):
             failed = live.first_chunk + live.load.end
         outcome = live.load.reason
-        self._state.catalogue.refresh(live.space.namespace, live.load.chunks)
+        if live.fetched_bytes:  # parts came in as they arrived: put the prefix in order, head last
+            self._state.catalogue.refresh(live.space.namespace, live.load.chunks)
         self._give_back(live, live.load.finish(reason))
         self._state.catalogue.release_owner(live.owner)
         self._room_changed = True
