@@ -19,6 +19,8 @@ from kvferry.client.messages import (
 from kvferry.node.wire import Answer, EndLoad, FromNode, Lookup, Role, Welcome
 
 MAX_UNCLAIMED = 4096
+MAX_LOOKUP_WAIT_S = 0.5
+LOOKUP_WAIT_SHARE = 0.05  # of the predicted recompute
 GRACE_S = 0.05  # on top of the node's own bound, for an answer to travel
 
 
@@ -53,7 +55,7 @@ class SchedulerClient:
         token: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """lookup_wait_s: bound on how long the node may ask Valkey before it answers."""
+        """lookup_wait_s: how long the node may ask Valkey before it answers; longer for a long recompute."""
         self._namespace = namespace
         self._wait_s = lookup_wait_s
         self._clock = clock
@@ -91,6 +93,7 @@ class SchedulerClient:
             if self._connection.breaker.is_open:
                 self._answer_none(request_id, request.first_chunk, Reason.BREAKER)
                 return
+            wait_s = self._worth_waiting_s(request)
             sent = self._connection.send(
                 Lookup(
                     ticket=self._tickets,
@@ -101,7 +104,7 @@ class SchedulerClient:
                     prompt_tokens=request.prompt_tokens,
                     prefill=request.prefill,
                     queued_s=request.queued_s,
-                    max_wait_s=self._wait_s,
+                    max_wait_s=wait_s,
                     deadline_cap_s=request.deadline_cap_s,
                 )
             )
@@ -109,7 +112,7 @@ class SchedulerClient:
                 self._connection.kick()
                 self._answer_none(request_id, request.first_chunk, Reason.NODE_DOWN)
                 return
-            give_up = self._clock() + self._wait_s + GRACE_S
+            give_up = self._clock() + wait_s + GRACE_S
             self._waiting[request_id] = _Waiting(self._tickets, request.first_chunk, give_up)
 
     def poll(self, request_id: str) -> LookupAnswer | None:
@@ -190,6 +193,18 @@ class SchedulerClient:
         self._answers.clear()
         for request_id, first_chunk in lost:
             self._answer_none(request_id, first_chunk, Reason.NODE_DOWN)
+
+    def _worth_waiting_s(self, request: LookupRequest) -> float:
+        """A wait for Valkey that is small beside what it may save: a lost hit costs a whole recompute."""
+        base_s, per_token_s, per_token2_s = (
+            request.prefill.base_s,
+            request.prefill.per_token_s,
+            request.prefill.per_token2_s,
+        )
+        context = request.first_chunk * self._namespace.chunk_tokens
+        new = max(0, request.prompt_tokens - context)
+        recompute_s = base_s + per_token_s * new + per_token2_s * new * (new + 2 * context)
+        return max(self._wait_s, min(MAX_LOOKUP_WAIT_S, LOOKUP_WAIT_SHARE * recompute_s))
 
     def _translate(self, message: Answer) -> LookupAnswer:
         parts: list[list[PartPlace | None]] = [
