@@ -1,0 +1,104 @@
+"""A process with one vLLM engine, driven over its standard streams: a JSON line in, a JSON line out.
+
+Run as a script with the engine's arguments as JSON. Only lines that begin with MARK are answers.
+"""
+
+import json
+import sys
+from typing import Any
+
+MARK = "@@answer "
+VERBS = ("generate", "start_and_abort", "reset", "digests", "metrics")
+
+
+class Driver:
+    """The verbs."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self._llm = LLM(**arguments)
+
+    def generate(self, options: dict[str, Any]) -> Any:
+        """Requests side by side: "many", or one."""
+        many = options.get("many", [options])
+        outputs = self._llm.generate(
+            [_prompt(one) for one in many],
+            [_params(one) for one in many],
+            use_tqdm=False,
+            lora_request=_adapter(options),
+        )
+        return [
+            {"tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
+            for output in outputs
+        ]
+
+    def start_and_abort(self, options: dict[str, Any]) -> Any:
+        """Begin a request, let it run for some steps, abort it, run what is left."""
+        engine = self._llm.llm_engine
+        name = f"aborted-{options['steps']}"
+        internal = engine.add_request(name, _prompt(options), _params(options))
+        for _ in range(options["steps"]):
+            engine.step()
+        engine.abort_request([internal or name], internal=bool(internal))
+        while engine.has_unfinished_requests():
+            engine.step()
+        return True
+
+    def reset(self, options: dict[str, Any]) -> Any:
+        """Whether the prefix cache could be reset."""
+        return self._llm.reset_prefix_cache(**options)
+
+    def digests(self, options: dict[str, Any]) -> Any:
+        """Of the workers' KV blocks."""
+        return self._llm.collective_rpc("kvferry_block_digests")
+
+    def metrics(self, options: dict[str, Any]) -> Any:
+        """Counters and gauges, summed over labels."""
+        found: dict[str, float] = {}
+        for metric in self._llm.get_metrics():
+            if hasattr(metric, "value"):
+                found[metric.name] = found.get(metric.name, 0) + metric.value
+        return found
+
+
+def _params(options: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+
+    fields = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "detokenize": False}
+    return SamplingParams(**{**fields, **options.get("params", {})})
+
+
+def _prompt(options: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"prompt_token_ids": options["prompt"]}
+    if "salt" in options:
+        found["cache_salt"] = options["salt"]
+    return found
+
+
+def _adapter(options: dict[str, Any]) -> Any:
+    if "adapter" not in options:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(*options["adapter"])
+
+
+def answer(value: Any) -> None:
+    """One line to whoever drives us."""
+    print(MARK + json.dumps(value), flush=True)
+
+
+def main() -> None:
+    """Until standard input ends."""
+    driver = Driver(json.loads(sys.argv[1]))
+    answer("ready")
+    for line in sys.stdin:
+        request = json.loads(line)
+        verb = request.pop("do")
+        if verb in VERBS:
+            answer(getattr(driver, verb)(request))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Starts real engines as processes of their own and talks to them."""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.engines.vllm_driver import MARK
+
+START_S = 240.0
+ANSWER_S = 120.0
+STOP_S = 30.0
+ROOT = Path(__file__).parents[2]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """For engines and nodes: the sources under test, no network, no colour."""
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    return os.environ | {
+        "PYTHONPATH": path,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_COLOR": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **more,
+    }
+
+
+class Engine:
+    """One engine process. ``ready`` waits for it, so that several can start side by side."""
+
+    def __init__(self, name: str, *, directory: Path, cores: str, arguments: dict[str, Any]) -> None:
+        self.log = directory / f"{name}.log"
+        self._sink = self.log.open("ab")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.engines.vllm_driver", json.dumps(arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._sink,
+            cwd=ROOT,
+            env=environment(VLLM_CPU_OMP_THREADS_BIND=cores),
+            start_new_session=True,
+        )
+        self._buffer = b""
+
+    def ready(self) -> "Engine":
+        """Wait for the start."""
+        assert self._answer(START_S) == "ready"
+        return self
+
+    def ask(self, verb: str, **options: Any) -> Any:
+        """One call of the driver."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": verb, **options}).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._answer(ANSWER_S)
+
+    def generate(self, prompt: list[int], **options: Any) -> dict[str, Any]:
+        """One request's tokens, and how many of its prompt were not computed."""
+        found: dict[str, Any] = self.ask("generate", prompt=prompt, **options)[0]
+        return found
+
+    def reset(self) -> None:
+        """Reset the prefix cache; pinned blocks may take a moment to return."""
+        give_up = time.monotonic() + 10
+        while not self.ask("reset"):
+            assert time.monotonic() < give_up, "the prefix cache could not be reset"
+            time.sleep(0.05)
+
+    def digests(self) -> set[str]:
+        """Of the blocks that hold anything, over all ranks."""
+        return {digest for rank in self.ask("digests") for digest in rank["digests"]}
+
+    def text(self) -> str:
+        """Its log so far."""
+        return self.log.read_text(errors="replace")
+
+    def _answer(self, timeout_s: float) -> Any:
+        assert self._process.stdout is not None
+        give_up = time.monotonic() + timeout_s
+        descriptor = self._process.stdout.fileno()
+        while True:
+            while b"\n" in self._buffer:
+                line, _, self._buffer = self._buffer.partition(b"\n")
+                if line.startswith(MARK.encode()):
+                    return json.loads(line[len(MARK) :])
+                self._sink.write(line + b"\n")
+                self._sink.flush()
+            left = give_up - time.monotonic()
+            assert left > 0, f"no answer in {timeout_s:.0f} s; {self.log}:\n{self.text()[-3000:]}"
+            if select.select([descriptor], [], [], left)[0]:
+                more = os.read(descriptor, 1 << 16)
+                assert more, f"the engine ended; {self.log}:\n{self.text()[-3000:]}"
+                self._buffer += more
+
+    def close(self) -> None:
+        """End it and everything it started."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._sink.close()
+
+
+class NodeProcess:
+    """A node at a fixed socket, which can be killed and started again."""
+
+    def __init__(self, directory: Path, *, pool: str = "256MiB") -> None:
+        self.socket = directory / "node.sock"
+        self._log = (directory / "node.log").open("ab")
+        self._pool = pool
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """And wait until it answers."""
+        command = [sys.executable, "-m", "kvferry", "node", "--socket", str(self.socket)]
+        command += ["--pool", self._pool, "--metrics-port", "0"]
+        self._process = subprocess.Popen(
+            command, stdout=self._log, stderr=self._log, env=environment(), cwd=ROOT
+        )
+        give_up = time.monotonic() + 20
+        while not self.socket.exists():
+            assert time.monotonic() < give_up and self._process.poll() is None, "the node did not start"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """As the kernel would."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Stop or continue it."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def close(self) -> None:
+        """End it."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.terminate()
+            self._process.wait(20)
+        self._log.close()
+
+
+def arguments(model: Path, socket: Path, **more: Any) -> dict[str, Any]:
+    """Of an engine that joins the node at ``socket``."""
+    return {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "enforce_eager": True,
+        "max_num_seqs": 8,
+        "max_model_len": 2048,
+        "disable_log_stats": False,
+        "worker_extension_cls": "kvferry.demo.probe.KvProbe",
+        "kv_transfer_config": {
+            "kv_connector": "KvferryConnector",
+            "kv_connector_module_path": "kvferry.engines.vllm.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"socket": str(socket)},
+        },
+        **more,
+    }
