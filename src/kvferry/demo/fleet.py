@@ -15,7 +15,7 @@ from typing import Self
 
 from kvferry.demo.ask import Replica
 from kvferry.demo.nodeview import NodeView
-from kvferry.demo.processes import Child, Children, wait_until
+from kvferry.demo.processes import Child, Children, StoppedError, wait_until
 from kvferry.errors import MisconfiguredError, RetryError
 
 SERVED_NAME = "demo"
@@ -27,6 +27,7 @@ MAX_REPLICAS = 26
 VALKEY_MAXMEMORY = "3gb"
 CONNECTOR_MODULE = "kvferry.engines.vllm.connector"
 CONNECTOR_NAME = "KvferryConnector"
+EXIT_BAD_INPUT = 2
 PROBE_CLASS = "kvferry.demo.probe.KvProbe"
 
 
@@ -126,7 +127,8 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._children.__exit__(kind, error, trace)
-        if kind is None and not self.keep_directory:
+        understood = kind is None or issubclass(kind, MisconfiguredError | StoppedError)
+        if understood and not self.keep_directory:
             shutil.rmtree(self.directory, ignore_errors=True)
         else:
             self._say(f"logs are in {self.directory}")
@@ -189,9 +191,15 @@ class Fleet:
     def start_node(self) -> None:
         """Start it and wait until it answers on its socket."""
         child = self._children.start("node", self.node_command(), env=self._environment())
-        took = wait_until(
-            self.node_view.answers, what="the node's socket", timeout_s=NODE_READY_S, children=[child]
-        )
+        try:
+            took = wait_until(
+                self.node_view.answers, what="the node's socket", timeout_s=NODE_READY_S, children=[child]
+            )
+        except RetryError as error:
+            child.stop()
+            if child.exit_code == EXIT_BAD_INPUT:  # the node has said what is wrong in its last line
+                raise MisconfiguredError(child.tail(1).removeprefix("kvferry: ")) from error
+            raise
         self._node = child
         self._say(f"node ready: {self.settings.pool_bytes >> 20} MiB of host memory ({took:.1f} s)")
 
