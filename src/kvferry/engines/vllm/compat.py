@@ -73,10 +73,13 @@ def unsupported_reason(config: "VllmConfig", kv_cache: "KVCacheConfig") -> Unsup
 
     Such an engine runs as if there were no connector: a warning once, no lookups, no saves.
     """
-    for reason in (_by_parallelism(config), _by_features(config), _by_groups(kv_cache)):
-        if reason is not None:
-            return Unsupported(reason)
-    return None
+    reason = unsupported_by_config(config) or _by_groups(kv_cache)
+    return Unsupported(reason) if reason is not None else None
+
+
+def unsupported_by_config(config: "VllmConfig") -> str | None:
+    """The reason that the configuration alone gives; the model's KV groups may give another."""
+    return _by_parallelism(config) or _by_features(config)
 
 
 def _by_parallelism(config: "VllmConfig") -> str | None:

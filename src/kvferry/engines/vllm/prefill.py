@@ -33,6 +33,7 @@ class PrefillWatch:
         self._steps: OrderedDict[int, _Step] = OrderedDict()
         self._last_end = 0.0
         self._fitted_at = -REFIT_S
+        self._fresh = False  # samples that no fit has seen
         self._fitting: Future[PrefillModel | None] | None = None
         self._model: PrefillModel | None = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvferry-prefill")
@@ -56,13 +57,14 @@ class PrefillWatch:
             self._collect()
             if self._fitting is None:
                 self._fit.observe(timed.new_tokens, timed.context_tokens, seconds)
+                self._fresh = True
         self._last_end = now
 
     def prefill(self, *, now: float) -> Prefill:
         """The coefficients for a lookup; zeros while nothing is known."""
         self._collect()
-        if self._fitting is None and now - self._fitted_at >= REFIT_S:
-            self._fitted_at = now
+        if self._fitting is None and self._fresh and now - self._fitted_at >= REFIT_S:
+            self._fitted_at, self._fresh = now, False
             self._fitting = self._pool.submit(self._fit.model)
         model = self._model
         return UNKNOWN if model is None else Prefill(model.base_s, model.per_token_s, model.per_token2_s)
@@ -78,4 +80,4 @@ class PrefillWatch:
 
     def close(self) -> None:
         """Stop the fitting thread."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=True)
