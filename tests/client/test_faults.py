@@ -321,3 +321,40 @@ def test_later_calls_on_a_closed_client_are_harmless(node: Node, engine: Engine)
     engine.worker.abandon(0, [])
     assert engine.worker.reserve([], digests(1), part=0, timeout_s=5.0)[0].outcome is ReserveOutcome.FULL
     assert time.monotonic() - started < 5.0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"request_id": ""},
+        {"request_id": "x" * 10_000},
+        {"prompt_tokens": -1},
+        {"queued_s": float("nan")},
+        {"queued_s": -1.0},
+        {"prefill": Prefill(float("inf"), 0.0, 0.0)},
+        {"chunks": [b"short"]},
+    ],
+)
+def test_a_bad_value_costs_its_own_lookup_and_not_the_connection(
+    node: Node, engine: Engine, bad: dict[str, object]
+) -> None:
+    values: dict[str, object] = {
+        "request_id": "r",
+        "chunks": digests(2),
+        "first_chunk": 0,
+        "prompt_tokens": 256,
+        "prefill": Prefill(0.0, 1.0, 0.0),
+    }
+    request = LookupRequest(**{**values, **bad})  # type: ignore[arg-type]
+    engine.scheduler.lookup(request)
+    eventually(lambda: engine.scheduler.poll(request.request_id) is not None, "an answer")
+    assert engine.lookup(digests(2), "good").reason is Reason.ABSENT
+    assert engine.scheduler.statistics().connects == 1
+
+
+def test_more_chunks_than_a_message_may_hold_are_asked_for_in_part(node: Node, engine: Engine) -> None:
+    chunks = digests(2) * 40_000
+    engine.save(chunks[:2])
+    eventually(lambda: node.statistics().catalogue.ready_parts == 2, "commit")
+    answer = engine.lookup(digests(2) + digests(70_000, "long"))
+    assert answer.count == 2

@@ -16,7 +16,10 @@ from kvferry.client.messages import (
     Reason,
     Report,
 )
-from kvferry.node.wire import Answer, EndLoad, FromNode, Lookup, Role, Welcome
+from kvferry.errors import KvferryError
+from kvferry.identity.names import DIGEST_BYTES
+from kvferry.node.framing import LENGTH, decode_from_client, encode
+from kvferry.node.wire import MAX_CHUNKS, Answer, EndLoad, FromNode, Lookup, Role, Welcome
 
 MAX_UNCLAIMED = 4096
 MAX_LOOKUP_WAIT_S = 0.5
@@ -94,21 +97,11 @@ class SchedulerClient:
                 self._answer_none(request_id, request.first_chunk, Reason.BREAKER)
                 return
             wait_s = self._worth_waiting_s(request)
-            sent = self._connection.send(
-                Lookup(
-                    ticket=self._tickets,
-                    request_id=request_id,
-                    namespace=self._namespace.namespace,
-                    chunks=b"".join(request.chunks),
-                    first_chunk=request.first_chunk,
-                    prompt_tokens=request.prompt_tokens,
-                    prefill=request.prefill,
-                    queued_s=request.queued_s,
-                    max_wait_s=wait_s,
-                    deadline_cap_s=request.deadline_cap_s,
-                )
-            )
-            if not sent:
+            asked = self._question(request, wait_s)
+            if not _acceptable(asked):
+                self._answer_none(request_id, request.first_chunk, Reason.REFUSED)
+                return
+            if not self._connection.send(asked):
                 self._connection.kick()
                 self._answer_none(request_id, request.first_chunk, Reason.NODE_DOWN)
                 return
@@ -148,7 +141,7 @@ class SchedulerClient:
 
     def report(self, report: Report) -> None:
         """The engine's side of a request's story, for ``kvferry explain``. Best effort."""
-        if not self._connection.breaker.is_open:
+        if not self._connection.breaker.is_open and _acceptable(report):
             self._connection.send(report)
 
     def statistics(self) -> SchedulerStatistics:
@@ -206,6 +199,21 @@ class SchedulerClient:
         recompute_s = base_s + per_token_s * new + per_token2_s * new * (new + 2 * context)
         return max(self._wait_s, min(MAX_LOOKUP_WAIT_S, LOOKUP_WAIT_SHARE * recompute_s))
 
+    def _question(self, request: LookupRequest, wait_s: float) -> Lookup:
+        """Within the bounds of the wire: what is past MAX_CHUNKS is not asked for."""
+        return Lookup(
+            ticket=self._tickets,
+            request_id=request.request_id,
+            namespace=self._namespace.namespace,
+            chunks=b"".join(request.chunks[:MAX_CHUNKS]),
+            first_chunk=request.first_chunk,
+            prompt_tokens=request.prompt_tokens,
+            prefill=request.prefill,
+            queued_s=request.queued_s,
+            max_wait_s=wait_s,
+            deadline_cap_s=request.deadline_cap_s,
+        )
+
     def _translate(self, message: Answer) -> LookupAnswer:
         parts: list[list[PartPlace | None]] = [
             [None] * len(self._namespace.part_bytes) for _ in range(message.count)
@@ -235,6 +243,17 @@ class SchedulerClient:
         self._answers[answer.request_id] = answer
         while len(self._answers) > MAX_UNCLAIMED:
             self.end(self._answers.popitem(last=False)[1].load_id)
+
+
+def _acceptable(message: Lookup | Report) -> bool:
+    """Whether a node would take it: one bad value must not cost the connection."""
+    if isinstance(message, Lookup) and len(message.chunks) % DIGEST_BYTES:
+        return False
+    try:
+        decode_from_client(encode(message)[LENGTH.size :])
+    except (KvferryError, TypeError, OverflowError):
+        return False
+    return True
 
 
 def _nothing(request_id: str, first_chunk: int, reason: Reason) -> LookupAnswer:
