@@ -110,6 +110,31 @@ def test_a_pin_keeps_the_age_of_its_last_use() -> None:
     assert held(made, 1, 8) == [0, 1, 2, 3]
 
 
+def test_a_part_pinned_again_after_its_return_stays() -> None:
+    made = catalogue(16 * MIB)
+    put(made, 1, range(8))
+    for owner in (8, 9):
+        for index in range(8):
+            assert made.pin(key(1, index), owner) is not None
+        put(made, owner, range(12))
+        if owner == 8:
+            made.release_owner(8)
+    put(made, 3, range(12))
+    assert held(made, 1, 8) == list(range(8))
+    made.check()
+
+
+def test_a_head_that_was_lost_comes_back_as_protected_as_its_tail() -> None:
+    made = catalogue(40 * MIB)
+    put(made, 1, range(4))
+    made.touch(SPACE, chunks(1, 4))
+    made.unlink(key(1, 0))
+    put(made, 1, range(4))
+    for prompt in range(10, 110):
+        put(made, prompt, range(1))
+    assert held(made, 1, 4) == [0, 1, 2, 3]
+
+
 def test_storing_a_prefix_larger_than_the_pool_keeps_its_head() -> None:
     made = catalogue(16 * MIB)
     put(made, 9, range(16))

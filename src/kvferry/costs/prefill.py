@@ -8,11 +8,13 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 MAX_SAMPLES_PER_SIZE = 8
 MAX_SIZES = 32  # powers of two of new tokens
 REWEIGHTINGS = 8
-SMALLEST_RESIDUAL = 0.02  # relative; below it all samples count the same
+SMALLEST_RESIDUAL = 0.02  # of a logarithm; below it all samples count the same
+SMALLEST_RATIO = 1e-6  # of predicted to measured
 TERM_PENALTY = 1.02  # a further term must lower the error by at least 2% to be believed
 
 Features = tuple[float, float, float]
@@ -37,8 +39,9 @@ class PrefillModel:
 class PrefillFit:
     """Learns a PrefillModel online from a bounded number of recent samples of every size.
 
-    Least absolute relative error (by reweighting), so a request that waited behind something else, once,
-    moves nothing. Terms that the samples cannot tell apart are left out.
+    Least absolute error of the logarithm (by reweighting), so a request that waited behind something else
+    once, or whose time was taken wrongly, moves nothing. Terms that the samples cannot tell apart are
+    left out.
     """
 
     def __init__(self) -> None:
@@ -90,7 +93,8 @@ def _fit(samples: Sequence[tuple[Features, float]]) -> PrefillModel | None:
 
 def _least_absolute(rows: Sequence[Sequence[float]], terms: Sequence[int]) -> Features | None:
     """Coefficients for ``terms`` (0 for the others) that fit rows * x = 1; None if negative or unsolvable."""
-    weights = [1.0] * len(rows)
+    typical = median(1 / row[1] for row in rows)  # where to start: time in proportion to tokens
+    weights = [_weight(typical * row[1]) for row in rows]
     solved: Features | None = None
     for _ in range(REWEIGHTINGS):
         normal = [[0.0] * (len(terms) + 1) for _ in terms]
@@ -107,16 +111,22 @@ def _least_absolute(rows: Sequence[Sequence[float]], terms: Sequence[int]) -> Fe
         for term, value in zip(terms, values, strict=True):
             full[term] = value
         solved = (full[0], full[1], full[2])
-        weights = [1 / max(abs(residual), SMALLEST_RESIDUAL) for residual in _residuals(rows, solved)]
+        weights = [_weight(ratio) for ratio in _ratios(rows, solved)]
     return solved if solved is not None and min(solved) >= 0 else None
 
 
-def _residuals(rows: Sequence[Sequence[float]], solved: Features) -> list[float]:
-    return [row[0] * solved[0] + row[1] * solved[1] + row[2] * solved[2] - 1 for row in rows]
+def _ratios(rows: Sequence[Sequence[float]], solved: Features) -> list[float]:
+    """Predicted over measured."""
+    return [max(row[0] * solved[0] + row[1] * solved[1] + row[2] * solved[2], SMALLEST_RATIO) for row in rows]
+
+
+def _weight(ratio: float) -> float:
+    """Turns the square of (ratio - 1) into about the absolute value of its logarithm."""
+    return 1 / max(ratio, SMALLEST_RATIO) / max(abs(math.log(max(ratio, SMALLEST_RATIO))), SMALLEST_RESIDUAL)
 
 
 def _error(rows: Sequence[Sequence[float]], solved: Features) -> float:
-    return sum(map(abs, _residuals(rows, solved))) / len(rows)
+    return sum(abs(math.log(ratio)) for ratio in _ratios(rows, solved)) / len(rows)
 
 
 def _solve(system: list[list[float]]) -> list[float] | None:
