@@ -90,6 +90,7 @@ class HostMemory:
         ]
         self.copier = CpuBlockCopier(plan_layout(views, blocks=blocks), [self.kv.reshape(-1)])
         self.cores = frozenset({0})
+        self.device = "cpu"
 
     def close(self) -> None:
         self.copier.close()

@@ -6,7 +6,8 @@ copying thread has its own stream and staging buffer, so transfers and kernels o
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ def element_bytes(layout: BlockLayout) -> int:
 
 
 @dataclass(slots=True)
-class _Lane:
+class Lane:
     """What one copying thread works with."""
 
     stream: Any
@@ -84,7 +85,7 @@ class CudaBlockCopier:
         lane, count = self._lane(), len(blocks)
         start = first * self._layout.block_bytes
         host = torch.frombuffer(part, dtype=torch.uint8)[start : start + count * self._layout.block_bytes]
-        with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
+        with self.on_stream(lane):
             self._begin(lane, blocks, after)
             staged = lane.staging[:count]
             staged.view(torch.uint8).view(-1).copy_(host, non_blocking=True)
@@ -97,7 +98,7 @@ class CudaBlockCopier:
         """Device to host: one gather per segment, then one transfer."""
         lane, count = self._lane(), len(blocks)
         host = torch.frombuffer(part, dtype=torch.uint8)[: count * self._layout.block_bytes]
-        with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
+        with self.on_stream(lane):
             self._begin(lane, blocks, after)
             staged = lane.staging[:count]
             for box, segment in self._boxes:
@@ -106,7 +107,7 @@ class CudaBlockCopier:
             lane.done.record(lane.stream)
         lane.done.synchronize()
 
-    def _begin(self, lane: _Lane, blocks: Sequence[int], after: Any) -> None:
+    def _begin(self, lane: Lane, blocks: Sequence[int], after: Any) -> None:
         if after is not None:
             lane.stream.wait_event(after)
         lane.index_host[: len(blocks)] = torch.tensor(blocks, dtype=torch.int64)
@@ -118,21 +119,30 @@ class CudaBlockCopier:
         shape = (count, *segment.shape[:-1], segment.shape[-1] // self._width)
         return staged[:, start:stop].unflatten(1, shape[1:])
 
-    def _lane(self) -> _Lane:
-        lane: _Lane | None = getattr(self._lanes, "lane", None)
+    def _lane(self) -> Lane:
+        lane: Lane | None = getattr(self._lanes, "lane", None)
         if lane is None:
-            elements = self._layout.block_bytes // self._width
-            lane = _Lane(
-                stream=torch.cuda.Stream(self._device),
-                staging=torch.empty(
-                    (self._blocks_per_part, elements), dtype=self._dtype, device=self._device
-                ),
-                index=torch.empty(self._blocks_per_part, dtype=torch.int64, device=self._device),
-                index_host=torch.empty(self._blocks_per_part, dtype=torch.int64, pin_memory=True),
-                done=torch.cuda.Event(blocking=True),
+            lane = self.new_lane(
+                (self._blocks_per_part, self._layout.block_bytes // self._width), self._dtype
             )
             self._lanes.lane = lane
         return lane
+
+    def new_lane(self, shape: tuple[int, int], dtype: torch.dtype) -> Lane:
+        """What one thread needs: a stream, a staging buffer of this shape, room for block numbers."""
+        return Lane(
+            stream=torch.cuda.Stream(self._device),
+            staging=torch.empty(shape, dtype=dtype, device=self._device),
+            index=torch.empty(shape[0], dtype=torch.int64, device=self._device),
+            index_host=torch.empty(shape[0], dtype=torch.int64, pin_memory=True),
+            done=torch.cuda.Event(blocking=True),
+        )
+
+    @contextmanager
+    def on_stream(self, lane: Lane) -> Iterator[None]:
+        """Work inside goes to the lane's stream of this device."""
+        with torch.cuda.device(self._device), torch.cuda.stream(lane.stream):
+            yield
 
     def close(self) -> None:
         """Let go of the engine's memory."""

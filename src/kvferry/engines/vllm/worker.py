@@ -88,10 +88,11 @@ class KvMemory:
 
 
 class Memory(Protocol):
-    """What is used of ``KvMemory``. cores: for copying threads."""
+    """What is used of ``KvMemory``. cores: for copying threads. device: "cpu", "cuda"."""
 
     copier: BlockCopier
     cores: frozenset[int]
+    device: str
 
     def close(self) -> None:
         """Before the engine's memory goes away."""
@@ -108,7 +109,8 @@ class WorkerSide:
         self._rank = rank
         self._connect = connect
         self._store: Store | None = None
-        self._pinned: PinnedMemory | None = None
+        self._pinned: list[PinnedMemory] = []
+        self._pinned_mapping: object | None = None
         self._lock = threading.Lock()
         self._loaded: list[tuple[LoadResult, list[int]]] = []
         self._saved: list[SaveResult] = []
@@ -225,10 +227,28 @@ class WorkerSide:
 
     # -- the node ----------------------------------------------------------------------------------
 
+    def _pin_pool(self) -> None:
+        """On a GPU, register the pool with the driver; off this thread, since it takes seconds."""
+        mapping = getattr(self._store, "mapping", None)
+        if mapping is None or mapping is self._pinned_mapping or self._memory.device == "cpu":
+            return
+        self._pinned_mapping = mapping
+        threading.Thread(target=self._pin, args=(mapping,), name="kvferry-pin", daemon=True).start()
+
+    def _pin(self, mapping: Any) -> None:
+        from kvferry.engines.vllm.cuda_copy import PinnedMemory
+
+        try:
+            # Kept until the process ends: a mapping of a node that is gone may still be read from.
+            self._pinned.append(PinnedMemory(mapping.address, mapping.nbytes))
+        except OSError as error:
+            _log.warning("kvferry: copies between pool and GPU will be slow: %s", error)
+
     def _reach(self, plan: StepPlan) -> Store | None:
         """The client. The scheduler side's word counts, should it differ from what was assumed."""
         if plan.assignment is not None and plan.assignment != self._assignment:
             self.connect(plan.assignment)
+        self._pin_pool()
         return self._store
 
     def close(self) -> None:
