@@ -43,6 +43,11 @@ class Pair:
         return self.load_ttft_s / self.own_ttft_s
 
     @property
+    def added_s(self) -> float:
+        """TTFT of the load beyond the own hit's."""
+        return self.load_ttft_s - self.own_ttft_s
+
+    @property
     def gb_s(self) -> float:
         """Bandwidth end to end, into the engine's blocks."""
         return self.nbytes / self.load_s / 1e9 if self.load_s else 0.0

@@ -66,6 +66,7 @@ def figures(results: Results) -> list[Figure]:
     for (section, tier), limit in _LIMITS.items():
         pairs = [p for p in results.pairs if (p.section, p.tier, p.fault) == (section, tier, "")]
         rows.append(_pair_figure(f"TTFT from {tier}, {section}", pairs, limit))
+        rows.append(_alone(f"  added, {tier}, {section}", "ms", [p.added_s * 1e3 for p in pairs]))
         rows.append(_alone(f"  end to end, {tier}, {section}", "GB/s", [p.gb_s for p in pairs if p.nbytes]))
     for section, text in (("cold", "cold TTFT"), ("throughput", "batch of new prompts")):
         pairs_v = [v for v in results.versus if v.section == section]
