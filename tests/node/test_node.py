@@ -376,3 +376,19 @@ def test_a_stored_part_is_pinned_until_it_is_written_and_the_backlog_is_bounded(
     tier.release()
     at_rest(node)
     assert tier.statistics().stored_parts == 32
+
+
+def test_a_window_that_waits_for_a_busy_engine_is_no_stall(
+    node: Node, engine: Engine, tier: MemoryTier
+) -> None:
+    chunks = digests(60)
+    fill_tier(tier, chunks)
+    answer = engine.lookup(chunks)
+    assert answer.count == 60
+    eventually(lambda: node.statistics().fetches == 0, "the window is full")
+    live = node._app.loads._loads[answer.load_id]
+    live.stall_s = 0.02
+    looked = live.progress
+    eventually(lambda: live.progress > looked + 0.1, "the timer looked several times")
+    assert engine.load(answer, chunks) == [LoadEnd(Reason.COMPLETE, 60)]
+    at_rest(node)

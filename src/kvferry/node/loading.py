@@ -2,22 +2,20 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 from kvferry.costs import TransferTicket
 from kvferry.errors import BrokenError, RefusedError
 from kvferry.identity.names import PartKey, PartRef
 from kvferry.node.fetches import Batch, FetchTable, Waiter
 from kvferry.node.framing import join_checksums
+from kvferry.node.live import LiveLoad, RunningBatch
 from kvferry.node.loads import At, LeftOver, Load, PartState
-from kvferry.node.loop import Timer
 from kvferry.node.server import Connection
 from kvferry.node.state import FETCHER, Namespace, NodeState
 from kvferry.node.wire import MAX_BATCH, LoadEnded, PartsReady, Place, Reason
 from kvferry.pool.entries import Declined, DeclineReason, Owner, Slot
-from kvferry.tiers.contract import FetchItem, FetchResult, Outcome, Transfer
+from kvferry.tiers.contract import FetchItem, FetchResult, Outcome
 
 MAX_LOADS_PER_CONNECTION = 1024
 LEASE_GRACE_S = 60.0  # after its deadline, a load that nobody ended is reclaimed
@@ -32,39 +30,6 @@ _REASONS = {
 }
 
 
-class _Running(NamedTuple):
-    """A batch with the tier. timing: for the estimate of the tier's speed."""
-
-    transfer: Transfer
-    timing: TransferTicket
-
-
-@dataclass(slots=True, eq=False)
-class LiveLoad:
-    """A load and what the driver keeps for it. connection: the scheduler's, which owns it."""
-
-    load_id: int
-    request_id: str
-    connection: Connection
-    space: Namespace
-    owner: Owner
-    load: Load
-    first_chunk: int
-    started: float
-    deadline: float
-    stall_s: float
-    progress: float
-    listeners: dict[int, Connection] = field(default_factory=dict[int, Connection])
-    unsent: dict[int, list[Place]] = field(default_factory=dict[int, list[Place]])
-    fetched_bytes: int = 0
-    told_end: dict[int, int] = field(default_factory=dict[int, int])
-    timer: Timer | None = None
-
-    def key(self, at: At) -> PartKey:
-        """The name of one of its parts."""
-        return PartKey(self.space.namespace, self.load.chunks[at.position], at.part)
-
-
 class Loads:
     """All loads of a node. Every method runs on the loop's thread."""
 
@@ -73,7 +38,7 @@ class Loads:
         self._loads: dict[int, LiveLoad] = {}
         self._by_connection: dict[Connection, set[int]] = {}
         self._fetches = FetchTable()
-        self._transfers: dict[int, _Running] = {}
+        self._transfers: dict[int, RunningBatch] = {}
         self._blocked: dict[LiveLoad, None] = {}
         self._talking: dict[LiveLoad, None] = {}
         self._room_changed = False
@@ -298,7 +263,7 @@ class Loads:
         nbytes = sum(item.ref.nbytes for item in items)
         timing = self._state.fetch_rate.begin(nbytes, self._state.loop.clock())
         transfer = tier.fetch(items, deadline=live.deadline, done=done)
-        self._transfers[batch.number] = _Running(transfer, timing)
+        self._transfers[batch.number] = RunningBatch(transfer, timing)
 
     def _fetched(self, key: PartKey, result: FetchResult) -> None:
         """The tier is done with one part: its slot is nobody's but ours again."""
@@ -385,6 +350,10 @@ class Loads:
         missing = live.load.first_missing()
         if missing is None or live.load.end == 0:
             when = live.deadline + LEASE_GRACE_S
+        elif now < live.deadline and not live.load.is_fetching():
+            # The window is full until a worker copies: the engine is busy, the tier does not stall.
+            live.progress = now
+            when = min(live.deadline, now + live.stall_s)
         elif now >= live.deadline or now >= live.progress + live.stall_s:
             reason = Reason.DEADLINE if now >= live.deadline else Reason.STALLED
             self._state.counters.failed[reason.value] += 1

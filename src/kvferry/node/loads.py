@@ -138,6 +138,10 @@ class Load:
                 return index // self._parts
         return None
 
+    def is_fetching(self) -> bool:
+        """Some part is on its way."""
+        return PartState.FETCHING in self._states[: self._end * self._parts]
+
     def settled(self) -> bool:
         """Every part up to the end has been copied."""
         return all(state is PartState.COPIED for state in self._states[: self._end * self._parts])

@@ -1,0 +1,47 @@
+"""What the driver keeps for a load and for a batch of fetches while they run."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvferry.costs import TransferTicket
+from kvferry.identity.names import PartKey
+from kvferry.node.loads import At, Load
+from kvferry.node.loop import Timer
+from kvferry.node.server import Connection
+from kvferry.node.state import Namespace
+from kvferry.node.wire import Place
+from kvferry.pool.entries import Owner
+from kvferry.tiers.contract import Transfer
+
+
+class RunningBatch(NamedTuple):
+    """A batch with the tier. timing: for the estimate of the tier's speed."""
+
+    transfer: Transfer
+    timing: TransferTicket
+
+
+@dataclass(slots=True, eq=False)
+class LiveLoad:
+    """A load and what the driver keeps for it. connection: the scheduler's, which owns it."""
+
+    load_id: int
+    request_id: str
+    connection: Connection
+    space: Namespace
+    owner: Owner
+    load: Load
+    first_chunk: int
+    started: float
+    deadline: float
+    stall_s: float
+    progress: float
+    listeners: dict[int, Connection] = field(default_factory=dict[int, Connection])
+    unsent: dict[int, list[Place]] = field(default_factory=dict[int, list[Place]])
+    fetched_bytes: int = 0
+    told_end: dict[int, int] = field(default_factory=dict[int, int])
+    timer: Timer | None = None
+
+    def key(self, at: At) -> PartKey:
+        """The name of one of its parts."""
+        return PartKey(self.space.namespace, self.load.chunks[at.position], at.part)
