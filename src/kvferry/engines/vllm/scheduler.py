@@ -1,7 +1,6 @@
 """The scheduler side: asks the node, plans loads and saves, keeps the engine's books. Never blocks."""
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -28,11 +27,11 @@ from kvferry.engines.vllm.messages import (
 from kvferry.engines.vllm.pins import Pins
 from kvferry.engines.vllm.prefill import PrefillWatch
 from kvferry.engines.vllm.requests import Admission, Phase, Tracked
+from kvferry.engines.vllm.savebook import SaveBook
 from kvferry.errors import RefusedError
 
 ANSWER_MAX_AGE_S = 10.0  # below the node's lease on a load: an older answer is asked for anew
 LOOKUP_MAX_S = 1.0  # behind the client's own, shorter bound
-MAX_KNOWN_DIGESTS = 1 << 18
 MAX_QUEUED_COUNTED = 64
 _MISSES = (Reason.COMPLETE, Reason.ABSENT, Reason.EVICTED)
 
@@ -71,7 +70,7 @@ class SchedulerSide:
         self._geometry = geometry
         self._admission = admission
         self._client = client
-        self._pins = pins
+        self._saves = SaveBook(pins)
         self._prefill = prefill
         self._deadline_cap_s = deadline_cap_s
         self._clock = clock
@@ -79,11 +78,6 @@ class SchedulerSide:
         self._loads: list[LoadSpec] = []
         self._cancelled: list[str] = []
         self._step = 0
-        self._save_id = 0
-        self._saving: dict[int, tuple[bytes, ...]] = {}
-        self._stored: dict[int, list[frozenset[bytes]]] = {}
-        self._in_flight: set[bytes] = set()
-        self._known: OrderedDict[bytes, None] = OrderedDict()
         self._epoch = 0
 
     # -- lookups -----------------------------------------------------------------------------------
@@ -206,10 +200,9 @@ class SchedulerSide:
         """What the answer says about chunks that were thought to be stored."""
         if answer.epoch and answer.epoch != self._epoch:
             self._epoch = answer.epoch
-            self._known.clear()
+            self._saves.forget_all()
         if answer.reason in _MISSES and tracked.chain is not None:
-            for digest in tracked.chain.digests[answer.first_chunk + answer.count :]:
-                self._known.pop(digest, None)
+            self._saves.forget(tracked.chain.digests[answer.first_chunk + answer.count :])
 
     def _drop_answer(self, tracked: Tracked) -> None:
         if tracked.answer is not None:
@@ -287,7 +280,7 @@ class SchedulerSide:
         story.load_s += self._clock() - tracked.load_began
         self.counts.add("loaded_tokens", loaded * tokens)
         if tracked.chain is not None:
-            self._remember(tracked.chain.digests[first : first + loaded])
+            self._saves.remember(tracked.chain.digests[first : first + loaded])
 
     # -- saves and steps ---------------------------------------------------------------------------
 
@@ -325,7 +318,7 @@ class SchedulerSide:
             computed_tokens=request.num_computed_tokens + scheduled,
             first_unsaved=tracked.first_unsaved,
         )
-        if not chunks or tracked.chain is None or not self._pins.ready:
+        if not chunks or tracked.chain is None or not self._saves.ready:
             return None
         tracked.first_unsaved = chunks.stop
         try:
@@ -333,21 +326,15 @@ class SchedulerSide:
         except RefusedError:
             tracked.eligibility, tracked.chain = Eligibility.TOKENS, None
             return None
-        new = [i for i in chunks if digests[i] not in self._known and digests[i] not in self._in_flight]
+        new = [i for i in chunks if self._saves.wants(digests[i])]
         tables = output.kv_connector_block_state.get_block_ids(tracked.request_id) if new else None
         if not tables:
             return None
-        self._save_id += 1
-        save = SaveSpec(
-            self._save_id,
-            tuple(digests[: new[0]]),
-            tuple(SaveChunk(i, digests[i], chunk_blocks(self._geometry, i, tables[0])) for i in new),
-        )
-        self._pins.pin(save.save_id, (block for chunk in save.chunks for block in chunk.blocks))
-        self._saving[save.save_id] = tuple(chunk.digest for chunk in save.chunks)
-        self._in_flight.update(self._saving[save.save_id])
         tracked.story.stored_chunks += len(new)
-        return save
+        return self._saves.begin(
+            digests[: new[0]],
+            [SaveChunk(i, digests[i], chunk_blocks(self._geometry, i, tables[0])) for i in new],
+        )
 
     def absorb(self, report: WorkerReport) -> None:
         """What the workers finished, and which timed steps came back."""
@@ -363,24 +350,7 @@ class SchedulerSide:
         for save in report.saves:
             self.counts.add("stored_bytes", save.nbytes)
             self.counts.add("declined_chunks", save.declined)
-            self._stored.setdefault(save.save_id, []).append(frozenset(save.stored))
-            if self._pins.reported(save.save_id):
-                self._saved(save.save_id)
-
-    def _saved(self, save_id: int) -> None:
-        """Every rank has reported: known is what all of them stored."""
-        wanted = self._saving.pop(save_id, ())
-        self._in_flight.difference_update(wanted)
-        everywhere = frozenset.intersection(*self._stored.pop(save_id))
-        self.counts.add("stored_chunks", len(everywhere))
-        self._remember([digest for digest in wanted if digest in everywhere])
-
-    def _remember(self, digests: Sequence[bytes]) -> None:
-        for digest in digests:
-            self._known[digest] = None
-            self._known.move_to_end(digest)
-        while len(self._known) > MAX_KNOWN_DIGESTS:
-            self._known.popitem(last=False)
+            self.counts.add("stored_chunks", self._saves.reported(save))
 
     # -- ends --------------------------------------------------------------------------------------
 
@@ -423,7 +393,7 @@ class SchedulerSide:
         Requests from now on neither find nor overwrite what was stored before.
         """
         self._admission.generation = generation
-        self._known.clear()
+        self._saves.forget_all()
         for tracked in self._tracked.values():
             tracked.chain, tracked.reads = None, False
             if tracked.phase is Phase.ASKED:
