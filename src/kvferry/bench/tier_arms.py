@@ -18,6 +18,7 @@ from kvferry.errors import BrokenError, MisconfiguredError
 from kvferry.identity.names import PartKey, PartRef
 from kvferry.identity.stripes import HEADER_BYTES, part_checksums, stripe_plan
 from kvferry.pool.arena import Arena
+from kvferry.pool.prepare import PrepareThread
 from kvferry.tiers.contract import FetchItem, FetchResult, Outcome, StoreItem
 from kvferry.tiers.valkey.jobs import stripe_key
 from kvferry.tiers.valkey.tier import ValkeyTier
@@ -52,12 +53,15 @@ class Parts:
 def parts_in_memory(
     part_bytes: int, total_bytes: int, *, digest: Callable[[int], bytes] = lambda number: os.urandom(32)
 ) -> Iterator[Parts]:
-    """As many parts as fit ``total_bytes`` (at least one), in an arena as the pool has it.
+    """As many parts as fit ``total_bytes`` (at least one), in an arena prepared as the pool's is.
 
     digest: the chunk digest of the part with that number.
     """
     count = max(1, total_bytes // part_bytes)
     arena = Arena.create(2 * count * part_bytes, name="kvferry-bench")
+    preparation = PrepareThread(arena, duty=1.0)
+    preparation.start()
+    preparation.join(WAIT_S)
     views = [arena.view(i * part_bytes, part_bytes) for i in range(2 * count)]
     try:
         random = os.urandom(part_bytes)
@@ -70,6 +74,7 @@ def parts_in_memory(
     finally:
         for view in views:
             view.release()
+        preparation.close()
         arena.close()
 
 
