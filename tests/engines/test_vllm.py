@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.vllm_engines import ROOT, Engine, NodeProcess, arguments, environment
+from tests.engines.vllm_engines import ROOT, Engine, NodeProcess, Server, arguments, environment
 from tests.engines.vllm_models import VOCABULARY
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
@@ -214,3 +214,18 @@ class TestOtherEngines:
         engine.reset()
         assert engine.generate(asked) == {"tokens": tokens, "cached": 0}
         assert engine.text().count("served without the shared cache") == 1
+
+    def test_two_data_parallel_ranks_share_the_pool(
+        self, node: NodeProcess, models: Path, tmp_path: Path
+    ) -> None:
+        server = Server(models / "llama", directory=tmp_path, socket=node.socket, cores="0|1")
+        try:
+            server.ready()
+            asked, before = prompt(21, 700), node.chunks()
+            assert server.cached(asked, rank=0) == 0
+            give_up = time.monotonic() + 20
+            while node.chunks() < before + 640 // BLOCK and time.monotonic() < give_up:
+                time.sleep(0.05)
+            assert server.cached(asked, rank=1) == 640
+        finally:
+            server.close()

@@ -5,9 +5,11 @@ import json
 import os
 import select
 import signal
+import socket as socketlib
 import subprocess
 import sys
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +138,12 @@ class NodeProcess:
             assert time.monotonic() < give_up and self._process.poll() is None, "the node did not start"
             time.sleep(0.02)
 
+    def chunks(self) -> int:
+        """How many it has in host memory."""
+        command = [sys.executable, "-m", "kvferry", "status", "--socket", str(self.socket), "--json"]
+        found = subprocess.run(command, env=environment(), cwd=ROOT, check=True, capture_output=True)
+        return int(json.loads(found.stdout)["catalogue"]["chunks"])
+
     def kill(self) -> None:
         """As the kernel would."""
         assert self._process is not None
@@ -176,3 +184,65 @@ def arguments(model: Path, socket: Path, **more: Any) -> dict[str, Any]:
         },
         **more,
     }
+
+
+class Server:
+    """An OpenAI-compatible server of one model with two data-parallel ranks."""
+
+    def __init__(self, model: Path, *, directory: Path, socket: Path, cores: str) -> None:
+        self.log = directory / "server.log"
+        self._sink = self.log.open("ab")
+        self._port = _free_port()
+        config = arguments(model, socket)["kv_transfer_config"]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += ["--served-model-name", "m", "--skip-tokenizer-init", "--dtype", "bfloat16"]
+        command += ["--host", "127.0.0.1", "--port", str(self._port), "--data-parallel-size", "2"]
+        command += ["--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"]
+        command += ["--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(config)]
+        self._process = subprocess.Popen(
+            command,
+            stdout=self._sink,
+            stderr=self._sink,
+            cwd=ROOT,
+            env=environment(VLLM_CPU_OMP_THREADS_BIND=cores),
+            start_new_session=True,
+        )
+
+    def ready(self) -> "Server":
+        """Wait until it answers /health."""
+        give_up = time.monotonic() + START_S
+        while True:
+            assert self._process.poll() is None, f"the server ended:\n{self.log.read_text()[-3000:]}"
+            url = f"http://127.0.0.1:{self._port}/health"
+            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
+                return self
+            assert time.monotonic() < give_up, f"the server did not start:\n{self.log.read_text()[-3000:]}"
+            time.sleep(0.25)
+
+    def cached(self, prompt: list[int], *, rank: int) -> int:
+        """Ask a data-parallel rank; how many prompt tokens it did not compute."""
+        body = {"model": "m", "prompt": prompt, "max_tokens": 2, "temperature": 0, "detokenize": False}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}/v1/completions",
+            data=json.dumps({**body, "return_token_ids": True, "ignore_eos": True}).encode(),
+            headers={"Content-Type": "application/json", "X-data-parallel-rank": str(rank)},
+        )
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+            usage = json.load(answer)["usage"]
+        return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+    def close(self) -> None:
+        """End it and everything it started."""
+        self._process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._sink.close()
+
+
+def _free_port() -> int:
+    with socketlib.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
