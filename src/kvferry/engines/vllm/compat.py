@@ -34,9 +34,9 @@ def installed_version() -> str:
             return version(name)
         except PackageNotFoundError:
             continue
-    from vllm import __version__
+    import vllm
 
-    return str(__version__)
+    return str(getattr(vllm, "__version__", "unknown"))
 
 
 def check_version(found: str) -> None:
