@@ -125,11 +125,14 @@ class SchedulerSide:
         return tracked
 
     def _still_usable(self, tracked: Tracked, local_tokens: int, now: float) -> bool:
-        """An answer kept while vLLM had no room. It may be too old, or no longer connect."""
+        """An answer kept while vLLM had no room. It may be too old, or no longer connect.
+
+        Half of its deadline must be left: an answer that waited longer is asked for anew, not failed.
+        """
         answer = tracked.answer
         return (
             answer is not None
-            and now - tracked.answered_at < ANSWER_MAX_AGE_S
+            and now - tracked.answered_at < min(ANSWER_MAX_AGE_S, answer.deadline_s / 2)
             and local_tokens // self._geometry.chunk_tokens >= answer.first_chunk
         )
 
