@@ -112,6 +112,11 @@ class NodeConnection:
         finally:
             self.lock.release()
 
+    def pump_all(self) -> None:
+        """The same, but waits for the other thread to be done: before a call gives up."""
+        with self.lock:
+            self._read()
+
     def silent(self) -> None:
         """A call's wait has ended without an answer."""
         with self.lock:

@@ -23,6 +23,7 @@ from kvferry.node.wire import MAX_CHUNKS, Answer, EndLoad, FromNode, Lookup, Rol
 
 MAX_UNCLAIMED = 4096
 MAX_LOOKUP_WAIT_S = 0.5
+UNMEASURED_LOOKUP_WAIT_S = 0.25
 LOOKUP_WAIT_SHARE = 0.05  # of the predicted recompute
 GRACE_S = 0.05  # on top of the node's own bound, for an answer to travel
 
@@ -112,6 +113,10 @@ class SchedulerClient:
         """None: not yet, ask again next step. The answer is handed out once. Unknown ids: count 0."""
         self._connection.pump()
         with self._lock:
+            waiting = self._waiting.get(request_id)
+            late = waiting is not None and self._clock() >= waiting.give_up
+            if late:  # the engine may have been busy elsewhere while the answer lay in the socket
+                self._connection.pump_all()
             answer = self._answers.pop(request_id, None)
             if answer is not None:
                 self._answered[answer.reason.value] = self._answered.get(answer.reason.value, 0) + 1
@@ -119,7 +124,7 @@ class SchedulerClient:
             waiting = self._waiting.get(request_id)
             if waiting is None:
                 return _nothing(request_id, 0, Reason.ENDED)
-            if self._clock() < waiting.give_up:
+            if not late:
                 return None
             del self._waiting[request_id]
             self._connection.silent()
@@ -197,6 +202,8 @@ class SchedulerClient:
         context = request.first_chunk * self._namespace.chunk_tokens
         new = max(0, request.prompt_tokens - context)
         recompute_s = base_s + per_token_s * new + per_token2_s * new * (new + 2 * context)
+        if recompute_s <= 0.0:  # an engine that has computed nothing yet
+            return max(self._wait_s, UNMEASURED_LOOKUP_WAIT_S)
         return max(self._wait_s, min(MAX_LOOKUP_WAIT_S, LOOKUP_WAIT_SHARE * recompute_s))
 
     def _question(self, request: LookupRequest, wait_s: float) -> Lookup:

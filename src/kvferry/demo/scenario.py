@@ -18,6 +18,7 @@ from kvferry.errors import KvferryError
 TARGET_TOKENS = 6000
 MAX_TOKENS = 16
 WARM_UP_SEED = 1
+REFERENCES = range(2, 7)  # questions of the steps that load
 OWN_HIT = "an own hit"
 COLD = "the cold answer"
 
@@ -92,7 +93,7 @@ class Scenario:
         """A again; also gathers A's own-hit answers, which every loaded answer must equal."""
         reply = self.ask("A", 1, "own")
         self.facts.own_hits[1] = reply
-        for number in range(2, len(self.prompts.prompts)):
+        for number in REFERENCES:
             self.facts.own_hits[number] = self.ask("A", number, "reference")
         return self.step(
             "own", "A again, another question", "A", reply, allowed=(Source.OWN,), wanted=self.boundary
