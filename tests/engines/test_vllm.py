@@ -50,22 +50,23 @@ class Replicas:
         self.a, self.b = first.ready(), second.ready()
 
 
+@pytest.fixture(scope="class")
+def replicas(node: NodeProcess, models: Path, tmp_path_factory: Any) -> Iterator[Replicas]:
+    directory, started = tmp_path_factory.mktemp("engines"), []
+
+    def start(name: str, *, cores: str, **more: Any) -> Engine:
+        options = arguments(models / "llama", node.socket, **{**LORA, **more})
+        started.append(Engine(name, directory=directory, cores=cores, arguments=options))
+        return started[-1]
+
+    try:
+        yield Replicas(start)
+    finally:
+        for engine in started:
+            engine.close()
+
+
 class TestTwoReplicas:
-    @pytest.fixture(scope="class")
-    def replicas(self, node: NodeProcess, models: Path, tmp_path_factory: Any) -> Iterator[Replicas]:
-        directory, started = tmp_path_factory.mktemp("engines"), []
-
-        def start(name: str, *, cores: str, **more: Any) -> Engine:
-            options = arguments(models / "llama", node.socket, **{**LORA, **more})
-            started.append(Engine(name, directory=directory, cores=cores, arguments=options))
-            return started[-1]
-
-        try:
-            yield Replicas(start)
-        finally:
-            for engine in started:
-                engine.close()
-
     def test_b_reuses_what_a_computed_and_says_the_same_as_with_an_own_hit(self, replicas: Replicas) -> None:
         asked = prompt(1, 700)
         cold = replicas.a.generate(asked)
