@@ -1,5 +1,6 @@
 """Real vLLM engines over a real node. Engines are shared by the tests of a class, in order."""
 
+import contextlib
 import random
 import signal
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.vllm_engines import ROOT, Engine, NodeProcess, Server, arguments, environment
+from tests.engines.vllm_engines import ROOT, Engine, EngineError, NodeProcess, Server, arguments, environment
 from tests.engines.vllm_models import VOCABULARY
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
@@ -102,7 +103,13 @@ class TestTwoReplicas:
         asked = prompt(1, 700)
         replicas.b.reset()
         assert replicas.b.generate(asked, salt="someone else")["cached"] == 0
-        assert replicas.a.generate(asked, salt="\ud83d" * 3)["cached"] == 0
+
+    def test_a_malformed_salt_is_an_error_or_uncached_and_the_engine_lives(self, replicas: Replicas) -> None:
+        asked = prompt(1, 700)
+        for salt in ("\ud83d", "x" * 100_000, 7):
+            with contextlib.suppress(EngineError):
+                assert replicas.a.generate(asked, salt=salt)["cached"] == 0
+        assert replicas.a.generate(asked)["cached"] == 640
 
     def test_adapters_are_told_apart_by_content(self, replicas: Replicas, models: Path) -> None:
         asked, path = prompt(3, 500), [str(models / f"adapter{n}") for n in (1, 2)]

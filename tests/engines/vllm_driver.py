@@ -97,7 +97,11 @@ def main() -> None:
         request = json.loads(line)
         verb = request.pop("do")
         if verb in VERBS:
-            answer(getattr(driver, verb)(request))
+            try:
+                found = getattr(driver, verb)(request)
+            except Exception as error:
+                found = {"error": f"{type(error).__name__}: {error!r}"}
+            answer(found)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,10 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
+class EngineError(Exception):
+    """vLLM refused a call; the engine lives."""
+
+
 class Engine:
     """One engine process. ``ready`` waits for it, so that several can start side by side."""
 
@@ -62,7 +66,10 @@ class Engine:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": verb, **options}).encode() + b"\n")
         self._process.stdin.flush()
-        return self._answer(ANSWER_S)
+        found = self._answer(ANSWER_S)
+        if isinstance(found, dict) and "error" in found:
+            raise EngineError(found["error"])
+        return found
 
     def generate(self, prompt: list[int], **options: Any) -> dict[str, Any]:
         """One request's tokens, and how many of its prompt were not computed."""
