@@ -176,7 +176,7 @@ class SideFleet:
 
     def settle(self, engine: FakeEngine) -> None:
         _, pins = self._schedulers[id(engine)]
-        engine.run(lambda: not pins.pending and not engine.requests, steps=200_000)
+        engine.run(lambda: not pins.pending and not engine.requests)
 
     def node_is_idle(self) -> None:
         """Fails while the node holds a pin, a load or a reservation of any engine."""

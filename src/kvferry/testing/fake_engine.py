@@ -6,6 +6,7 @@ Modelled on vLLM 0.32's scheduler with asynchronous loads and the recompute poli
 """
 
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvferry.errors import BrokenError
+
+IDLE_S = 0.0002
 
 Kv = npt.NDArray[np.uint8]  # (layers, blocks, bytes), as vLLM lays CPU KV out
 
@@ -199,12 +202,16 @@ class FakeEngine:
             request.status, request.num_computed_tokens = Status.WAITING, 0
             request.num_preemptions += 1
 
-    def run(self, done: Callable[[], bool], *, steps: int = 20000) -> None:
-        """Step until ``done()``. Raises BrokenError when it does not come."""
+    def run(self, done: Callable[[], bool], *, steps: int = 200_000) -> None:
+        """Step until ``done()``. Raises BrokenError when it does not come.
+
+        An engine with nothing to compute idles a moment per step, as a real one does.
+        """
         for _ in range(steps):
             if done():
                 return
-            self.step()
+            if not self.step():
+                time.sleep(IDLE_S)
         raise BrokenError(f"the engine did not get there in {steps} steps")
 
     def complete(self, *requests: FakeRequest) -> None:
@@ -213,8 +220,8 @@ class FakeEngine:
 
     # -- one step ----------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """Schedule, hooks of every rank round a forward pass, then the results."""
+    def step(self) -> bool:
+        """Schedule, hooks of every rank round a forward pass, then the results. Whether it computed."""
         scheduled: dict[str, int] = {}
         budget = self._budget
         for request in list(self.requests.values()):
@@ -241,6 +248,7 @@ class FakeEngine:
                 self._scheduler.absorb(report)
         self._receive(finished)
         self._advance(scheduled)
+        return bool(scheduled)
 
     def _admit(self, request: FakeRequest) -> bool:
         """Whether the request may run in this step."""

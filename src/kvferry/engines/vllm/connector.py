@@ -169,7 +169,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Nothing: whole blocks are copied after the step."""
 
-    @guarded(lambda self: None)
+    @guarded(lambda self: self._decline(None))
     def wait_for_save(self) -> None:
         """The forward pass is over: hand its full chunks to the saving thread. Waits for nothing."""
         if self._worker is not None:
@@ -192,9 +192,10 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """What else the scheduler side must hear."""
         return self._worker.report() if self._worker is not None else None
 
-    def _decline(self, plan: KVConnectorMetadata) -> None:
-        if self._worker is not None and isinstance(plan, StepPlan):
-            self._worker.decline(plan)
+    def _decline(self, plan: KVConnectorMetadata | None) -> None:
+        """With the side switched off, whatever vLLM waits for is still answered."""
+        if self._worker is not None:
+            self._worker.decline(plan if isinstance(plan, StepPlan) else None)
 
     # -- scheduler side ----------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 import logging
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,6 +13,7 @@ from kvferry.engines.vllm.memory import HugePages, copying_cores, place_thread
 from kvferry.engines.vllm.messages import (
     Assignment,
     LoadResult,
+    LoadSpec,
     SaveResult,
     SaveSpec,
     StepPlan,
@@ -119,7 +121,8 @@ class WorkerSide:
         self._assignment: Assignment | None = None
         self._plan_step = 0
         self._timed_step = 0
-        self._saves: tuple[SaveSpec, ...] = ()
+        self._loads: deque[LoadSpec] = deque()
+        self._saves: deque[SaveSpec] = deque()
         self._loader = Loader(
             memory.copier,
             on_thread_start=lambda: place_thread(memory.cores, background=False),
@@ -155,37 +158,43 @@ class WorkerSide:
         """The earliest hook of a step: loads start before the forward pass. Once per plan."""
         if plan.step == self._plan_step:
             return
-        self._plan_step = plan.step
-        self._timed_step = plan.step if plan.timed else 0
-        self._saves = plan.saves
+        self._accept(plan)
         for request_id in plan.cancelled:
             self._loader.cancel(request_id)
         self.fail(plan.failed)
         store, assignment = self._reach(plan), self._assignment
-        if not plan.loads:
-            return
-        after = self._memory.copier.fence()
-        for spec in plan.loads:
+        after = self._memory.copier.fence() if plan.loads else None
+        while self._loads:
+            spec = self._loads[0]
             if store is None or assignment is None:
-                self.fail([(spec.request_id, [b for blocks in spec.blocks for b in blocks])])
-                continue
-            part = assignment.parts[self._rank]
-            stream = store.load(spec.tickets[part.number])
-            self._loader.submit(LoadJob(spec, stream, part=part, after=after))
+                self.fail([_all_blocks(spec)])
+            else:
+                part = assignment.parts[self._rank]
+                stream = store.load(spec.tickets[part.number])
+                self._loader.submit(LoadJob(spec, stream, part=part, after=after))
+            self._loads.popleft()
+
+    def _accept(self, plan: StepPlan) -> None:
+        """From here on everything in the plan is owed an answer, whatever goes wrong."""
+        self._plan_step = plan.step
+        self._timed_step = plan.step if plan.timed else 0
+        self._loads = deque(plan.loads)
+        self._saves = deque(plan.saves)
 
     def end_step(self) -> None:
         """After the forward pass: what it computed may be copied out."""
-        saves, self._saves = self._saves, ()
-        if not saves:
+        if not self._saves:
             return
         store, assignment = self._store, self._assignment
         after = self._memory.copier.fence()
-        for spec in saves:
+        while self._saves:
+            spec = self._saves[0]
             if store is None or assignment is None:
                 self._save_done(SaveResult(spec.save_id, (), len(spec.chunks), 0))
             else:
                 part = assignment.parts[self._rank]
                 self._saver.submit(spec, store, part=part, rank=self._rank, after=after)
+            self._saves.popleft()
 
     def finished_loads(self) -> set[str]:
         """Requests whose loads have ended since the last call; their failed blocks come with it."""
@@ -215,14 +224,15 @@ class WorkerSide:
         for request_id, blocks in loads:
             self._load_done(LoadResult(request_id, 0, 0, 0.0, "not begun"), list(blocks))
 
-    def decline(self, plan: StepPlan) -> None:
-        """The side is switched off: whatever the plan wants is answered at once."""
-        if plan.step == self._plan_step:
-            return
-        self._plan_step = plan.step
-        self.fail(plan.failed)
-        self.fail([(spec.request_id, [b for bs in spec.blocks for b in bs]) for spec in plan.loads])
-        for save in plan.saves:
+    def decline(self, plan: StepPlan | None) -> None:
+        """The side is switched off: what is still owed is answered at once, and all of a new plan."""
+        if plan is not None and plan.step != self._plan_step:
+            self._accept(plan)
+            self.fail(plan.failed)
+        while self._loads:
+            self.fail([_all_blocks(self._loads.popleft())])
+        while self._saves:
+            save = self._saves.popleft()
             self._save_done(SaveResult(save.save_id, (), len(save.chunks), 0))
 
     # -- the node ----------------------------------------------------------------------------------
@@ -259,3 +269,8 @@ class WorkerSide:
             self._store.close()
             self._store = None
         self._memory.close()
+
+
+def _all_blocks(spec: LoadSpec) -> tuple[str, list[int]]:
+    """A load's request, and every block it was to fill."""
+    return spec.request_id, [block for blocks in spec.blocks for block in blocks]

@@ -1,0 +1,84 @@
+"""Whatever breaks inside the connector, what the engine waits for is answered."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.engines.sides import HostMemory
+
+from kvferry.client.messages import LoadTicket, NamespaceInfo
+from kvferry.engines.planning import BlockSpan
+from kvferry.engines.vllm.messages import Assignment, LoadSpec, SaveChunk, SaveSpec, StepPlan, WorkerPart
+from kvferry.engines.vllm.worker import WorkerSide
+from kvferry.errors import BrokenError
+
+ASSIGNMENT = Assignment("/s", "e", NamespaceInfo(bytes(16), (3072,), 4, "default"), (WorkerPart(0, 1),))
+
+
+def load(name: str) -> LoadSpec:
+    """Of two chunks into blocks 1 and 2."""
+    return LoadSpec(name, (LoadTicket(1, 1, 0, 0, (None, None), 0.0, 1.0),), ((1,), (2,)), BlockSpan(0, 1))
+
+
+def plan(step: int) -> StepPlan:
+    """Two loads, one that cannot be made, and a save."""
+    save = SaveSpec(9, (), (SaveChunk(0, b"d" * 32, (3,)),))
+    return StepPlan(
+        step=step, assignment=ASSIGNMENT, loads=(load("a"), load("b")), saves=(save,), failed=(("c", (5,)),)
+    )
+
+
+class BrokenStore:
+    """A client with a defect."""
+
+    def load(self, ticket: LoadTicket) -> Any:
+        raise BrokenError("load")
+
+    def reserve(self, *_: Any, **__: Any) -> Any:
+        raise BrokenError("reserve")
+
+    def commit(self, *_: Any) -> None:
+        raise BrokenError("commit")
+
+    def abandon(self, *_: Any) -> None:
+        raise BrokenError("abandon")
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def worker() -> Iterator[WorkerSide]:
+    side = WorkerSide(HostMemory(8), rank=0, connect=lambda assignment, rank: BrokenStore())
+    yield side
+    side.close()
+
+
+def answered(worker: WorkerSide) -> tuple[set[str], set[int], list[int]]:
+    """What the engine hears."""
+    finished, failed = worker.finished_loads(), worker.failed_blocks()
+    report = worker.report()
+    return finished, failed, [save.save_id for save in report.saves] if report else []
+
+
+def test_a_hook_that_breaks_half_way_leaves_nothing_unanswered(worker: WorkerSide) -> None:
+    with pytest.raises(BrokenError):
+        worker.begin_step(plan(1))
+    worker.decline(plan(1))
+    assert answered(worker) == ({"a", "b", "c"}, {1, 2, 5}, [9])
+    worker.decline(plan(1))
+    worker.decline(None)
+    assert answered(worker) == (set(), set(), [])
+
+
+def test_a_side_that_is_off_answers_new_plans(worker: WorkerSide) -> None:
+    worker.decline(plan(7))
+    assert answered(worker) == ({"a", "b", "c"}, {1, 2, 5}, [9])
+
+
+def test_a_save_that_breaks_is_reported_as_not_stored(worker: WorkerSide) -> None:
+    worker.begin_step(StepPlan(step=1, assignment=ASSIGNMENT, saves=plan(1).saves))
+    worker.end_step()
+    worker.close()
+    report = worker.report()
+    assert report is not None
+    assert [(save.save_id, save.stored, save.declined) for save in report.saves] == [(9, (), 1)]
