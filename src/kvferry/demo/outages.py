@@ -2,9 +2,11 @@
 
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvferry.demo.ask import Asking, Reply
+from kvferry.demo.engineview import counter_of
 from kvferry.demo.steps import Source, Step
 from kvferry.demo.verify import AnswerCheck, check_answer, forget_everything
 from kvferry.errors import RetryError
@@ -42,20 +44,23 @@ class Outages:
     def node_killed(self) -> Step:
         """SIGKILL to the node while B waits for a load out of Valkey."""
         scenario, fleet = self._scenario, self._fleet
-        asking, seen = self._caught_loading()
+        asking, seen, before = self._caught_loading()
         fleet.kill_node()
         scenario.say(f"node killed (-9) with {seen} in flight; B recomputes ...")
-        reply = asking.reply()
-        return scenario.step(
+        answered = asking.reply()
+        # vLLM's usage counts a load when it is admitted; the connector counts what really arrived.
+        reply = replace(answered, cached_tokens=int(self._loaded_tokens() - before))
+        step = scenario.step(
             "node-killed",
             "B, node killed (-9) during the load",
             "B",
             reply,
-            allowed=(Source.COMPUTED, Source.OWN),
+            allowed=(Source.COMPUTED, Source.VALKEY),
             limit_s=self._limit_s(),
             answer=self._like_cold(reply),
             note=f"killed with {seen} in flight",
         )
+        return replace(step, source=Source.VALKEY) if reply.cached_tokens else step
 
     def valkey_stopped(self) -> Step:
         """SIGSTOP to Valkey: connections stay open, nothing answers."""
@@ -79,6 +84,10 @@ class Outages:
             answer=self._like_cold(reply),
         )
 
+    def _loaded_tokens(self) -> float:
+        """Prompt tokens that B loaded instead of computing, since its start, by its connector's count."""
+        return counter_of(self._scenario.replica("B").metrics(), "vllm:kvferry_loaded_tokens")
+
     def _limit_s(self) -> float:
         return NOISE * self._scenario.facts.cold.ttft_s + EXTRA_S
 
@@ -88,19 +97,23 @@ class Outages:
             return None
         return check_answer(reply, self._scenario.facts.cold, against="the cold answer")
 
-    def _caught_loading(self) -> tuple[Asking, str]:
-        """A question whose load is in flight now, and how much of it. A quick load may need another try."""
+    def _caught_loading(self) -> tuple[Asking, str, float]:
+        """A question whose load is in flight now, how much of it, and B's loaded tokens before.
+
+        A quick load may need another try.
+        """
         scenario = self._scenario
         for _ in range(MAX_TRIES):
             scenario.fleet.node_view.wait_written_back()
             self._fleet.node_view.drop_memory()
             forget_everything(scenario.replica("B"))
+            before = self._loaded_tokens()
             with self._fleet.node_view.watching() as status:
                 asking = Asking(scenario.replica("B"), scenario.question(0, "killed"))
                 while not asking.done:
                     now = status()
                     if now["loads"] and now["fetches"]:
-                        return asking, f"{now['fetches']} fetches"
+                        return asking, f"{now['fetches']} fetches", before
         raise RetryError(f"no load could be seen in flight in {MAX_TRIES} tries; run the demo again")
 
     def _node_back(self) -> None:
@@ -109,11 +122,13 @@ class Outages:
         fleet.start_node()
         engines = 2 * len(fleet.replicas)
         took = fleet.node_view.wait(
-            lambda status: len(status["engines"]) >= engines,
-            what="the engines joining the new node",
+            lambda status: (
+                len(status["engines"]) >= engines and status["prepared_bytes"] >= status["pool_bytes"]
+            ),
+            what="the engines joining the new node and its pool being ready",
             timeout_s=REJOINED_WITHIN_S,
         )
-        scenario.say(f"the engines joined the new node by themselves after {took:.1f} s")
+        scenario.say(f"the engines joined the new node by themselves, its pool is ready: after {took:.1f} s")
 
     def _valkey_back(self) -> None:
         """Wait until the node reports the tier as up again."""
