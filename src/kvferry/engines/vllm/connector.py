@@ -59,9 +59,6 @@ _log = logging.getLogger("vllm.kvferry")
 
 _SOURCES = {Tier.MEMORY: CacheHitSource.HOST}
 GENERATION_BYTES = 16
-# Only the asking request waits. A busy node's late answer still saves seconds of a long prompt; a dead node's
-# silence costs this once, then the client's breaker is open.
-LOOKUP_WAIT_S = 0.2
 FIRST_CONNECT_S = 0.25  # once in a worker's life
 
 
@@ -239,7 +236,6 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 socket_path=self._settings.socket,
                 engine=assignment.engine,
                 namespace=namespace,
-                lookup_wait_s=LOOKUP_WAIT_S,
             ),
             pins=self._pins,
             prefill=PrefillWatch(),
