@@ -1,5 +1,6 @@
 """A real Cluster: slots move, shards die, stripes spread."""
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +104,9 @@ def test_a_failover_costs_no_part(tmp_path: Path) -> None:
                 == [Outcome.OK] * 20
             )
             until(lambda: str(replica.port) in tier.statistics().detail["shards"])
+            gone = str(cluster.servers[0].port)  # a replica now: it costs no threads and no sockets
+            until(lambda: gone not in tier.statistics().detail["shards"])
+            assert not [thread for thread in threading.enumerate() if gone in thread.name]
         finally:
             tier.close()
             replica.stop()

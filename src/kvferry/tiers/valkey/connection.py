@@ -68,6 +68,11 @@ class Connection:
         connection = cls(stream)
         try:
             connection._greet(address, settings, Until(until))
+        except ExpiredError as error:
+            stream.close()
+            if time.monotonic() < deadline:  # it is the greeting that took too long, not the request
+                raise UnreachableError(f"{address}: no greeting within {settings.connect_s} s") from error
+            raise
         except BaseException:
             stream.close()
             raise

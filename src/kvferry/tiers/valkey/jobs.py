@@ -8,16 +8,20 @@ its memory.
 """
 
 import enum
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 
+from kvferry.errors import BrokenError
 from kvferry.identity.header import pack_header
 from kvferry.identity.names import PartKey, PartRef
 from kvferry.identity.stripes import Stripe, stripe_plan
 from kvferry.tiers.contract import Outcome
 from kvferry.tiers.valkey.connection import ValueName
 from kvferry.tiers.valkey.slots import key_slot
+
+_log = logging.getLogger(__name__)
 
 REMOVAL_S = 1.0
 """How long removing a damaged stripe may delay the report of its part."""
@@ -117,18 +121,19 @@ class Part:
         index: int,
         ref: PartRef,
         *,
-        stripes: int,
+        jobs: int,
         report: Callable[["Part"], None],
     ) -> None:
+        """jobs: how many will end before the part is reported."""
         self.operation = operation
         self.index = index
         self.ref = ref
         self.report = report
         self.verdict = Verdict.OK
         self.cause = Cause.NONE
-        self.checksums: list[bytes] = [b""] * stripes
-        self.written: list[bytes] = []
-        self._remaining = stripes
+        self.checksums: list[bytes] = [b""] * len(stripe_plan(ref.nbytes))
+        self.written: list[Stripe] = []  # by this operation; stripes that were there already are not
+        self._remaining = jobs
 
     @property
     def outcome(self) -> Outcome:
@@ -147,11 +152,18 @@ class Part:
                 self.verdict, self.cause = verdict, cause
             self.checksums[job.stripe.index] = checksum
             if verdict is Verdict.OK and job.verb is Verb.SET:
-                self.written.append(job.key)
+                self.written.append(job.stripe)
             self._remaining -= 1
             last = self._remaining == 0
         if last:
+            self._tell()
+
+    def _tell(self) -> None:
+        """A caller's defect costs its own part: whoever ends this job has others to end after it."""
+        try:
             self.report(self)
+        except Exception:  # noqa: BLE001 - foreign code on a driver's thread
+            _log.exception("a callback failed for part %r", self.ref.key)
 
 
 class Job:
@@ -248,6 +260,8 @@ def fetch_jobs(part: Part, into: memoryview) -> list[Job]:
 def store_jobs(part: Part, data: memoryview, checksums: Sequence[bytes]) -> list[Job]:
     """For each stripe of ``part`` a question whether it is there, which becomes a SET if it is not."""
     plan = stripe_plan(part.ref.nbytes)
+    if len(checksums) != len(plan):
+        raise BrokenError(f"{len(checksums)} checksums for a part of {len(plan)} stripes")
     return [
         Job(
             part,
@@ -269,3 +283,8 @@ def store_jobs(part: Part, data: memoryview, checksums: Sequence[bytes]) -> list
 def small_jobs(part: Part, verb: Verb) -> list[Job]:
     """A TOUCH or UNLINK for each stripe of ``part``, last stripe first."""
     return [Job(part, s, verb, payload=None) for s in reversed(stripe_plan(part.ref.nbytes))]
+
+
+def undo_jobs(part: Part, written: Sequence[Stripe]) -> list[Job]:
+    """An UNLINK for each stripe in ``written``: what others stored of the same part stays."""
+    return [Job(part, s, Verb.UNLINK, payload=None) for s in written]

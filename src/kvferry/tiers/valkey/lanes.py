@@ -30,13 +30,13 @@ class Routes(Protocol):
         """Queue the job at the shard that serves its slot."""
 
     def retry(self, job: Job) -> None:
-        """The same, after looking again which shard that is."""
+        """The same, after looking again which shard that is; LATE once the tier is closed."""
 
     def redirect(self, job: Job, error: ServerError) -> None:
         """Follow a MOVED or ASK reply."""
 
     def attention(self) -> None:
-        """A breaker opened, or jobs wait in a queue: look after them."""
+        """A breaker opened."""
 
 
 class Home(Protocol):

@@ -16,7 +16,7 @@ from kvferry.tiers.breaker import FAILURE, SILENCE
 from kvferry.tiers.valkey.connection import Connection, set_command
 from kvferry.tiers.valkey.jobs import Cause, Job, Verb, Verdict
 from kvferry.tiers.valkey.lanes import Home, Lane, LaneQueue
-from kvferry.tiers.valkey.resp import ErrorKind, Reply, ServerError, command
+from kvferry.tiers.valkey.resp import ErrorKind, ProtocolError, Reply, ServerError, command
 from kvferry.tiers.valkey.stream import DroppedError, ExpiredError, StalledError, UnreachableError
 
 MAX_ATTEMPTS = 2
@@ -43,6 +43,11 @@ class Mover(threading.Thread):
         self._inflight: deque[Job] = deque()
         self.inflight_bytes = 0
         self._closing = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether commands were sent that have no answer yet."""
+        return bool(self._inflight)
 
     def run(self) -> None:
         """Serve until closed. A defect costs the jobs in flight, not the thread."""
@@ -142,6 +147,7 @@ class Mover(threading.Thread):
             self._conclude_get(job, found)
         else:
             reply = connection.reply(job)
+            self._expect_kind(job, reply)
             self._answered(job)
             self._conclude_small(job, reply)
 
@@ -174,6 +180,13 @@ class Mover(threading.Thread):
         else:
             job.end(Verdict.OK)
 
+    @staticmethod
+    def _expect_kind(job: Job, reply: Reply) -> None:
+        """SET says OK, TOUCH and UNLINK count. Anything else was meant for another command."""
+        fits = reply == b"OK" if job.verb is Verb.SET else isinstance(reply, int)
+        if not fits and not isinstance(reply, ServerError):
+            raise ProtocolError(f"unexpected reply {reply!r} to {job.verb.name}")
+
     def _refused(self, job: Job, error: ServerError) -> None:
         """An error reply: a whole reply, so the connection stays in use."""
         self._shard.last_error = str(error)
@@ -200,7 +213,7 @@ class Mover(threading.Thread):
 
     def _try_again(self, job: Job, cause: Cause) -> None:
         job.attempts += 1
-        if job.attempts >= MAX_ATTEMPTS or self._closing:
+        if job.attempts >= MAX_ATTEMPTS:
             job.end(Verdict.FAILED, cause)
         else:
             self._shard.routes.retry(job)
@@ -211,21 +224,27 @@ class Mover(threading.Thread):
         self._disconnect()
         jobs = self._take_inflight()
         if self._closing:
-            for job in jobs:
-                job.end(Verdict.LATE, Cause.CLOSED)
+            self._hand_back(jobs)
             return
         if isinstance(error, ExpiredError):
             self._shard.failed(_weight(error.still_s), str(error))
-            head = jobs.pop(0)
-            head.end(Verdict.LATE, Cause.CANCELLED if head.cancelled else Cause.LATE)
-            for job in jobs:
-                self._shard.routes.retry(job)
+            self._expired(jobs)
             return
         stalled = isinstance(error, StalledError)
         weight = SILENCE if stalled or isinstance(error, UnreachableError) else FAILURE
         self._shard.failed(weight, f"{error} (still for {still_s:.2f} s)" if stalled else str(error))
         for job in jobs:
             self._try_again(job, Cause.STALLED if stalled else Cause.DROPPED)
+
+    def _expired(self, jobs: list[Job]) -> None:
+        """Someone's time was over: not always the head's, which may have waited behind a long send."""
+        now = time.monotonic()
+        for job in jobs:
+            ending = job.unwanted(now)
+            if ending is None:
+                self._shard.routes.retry(job)
+            else:
+                job.end(*ending)
 
     def _damaged(self, error: CorruptError) -> None:
         """The head's value is not what its key says; its bytes were left unread, so the connection goes."""
@@ -247,8 +266,12 @@ class Mover(threading.Thread):
 
     def _give_up(self) -> None:
         self._disconnect()
-        for job in self._take_inflight():
-            job.end(Verdict.LATE, Cause.CLOSED)
+        self._hand_back(self._take_inflight())
+
+    def _hand_back(self, jobs: list[Job]) -> None:
+        """This shard closes: with the tier, or because it left the Cluster's map."""
+        for job in jobs:
+            self._shard.routes.retry(job)
 
     def _take_inflight(self) -> list[Job]:
         jobs = list(self._inflight)

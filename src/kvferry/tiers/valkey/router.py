@@ -1,32 +1,27 @@
-"""Which shard serves which slot, and the one thread that looks after shards in trouble.
+"""Which shard serves which slot, and the thread that ends jobs whose time is over while they wait.
 
-That thread asks for the Cluster's map again when a redirect or a lost connection says it is old, probes
-shards whose breaker is open, and ends queued jobs whose time is over. Nothing else waits for it but jobs
-that lost their connection in a Cluster.
+A job waits in a shard's queue, or parked: it lost its connection in a Cluster, and goes on when the map
+has been asked for again (``scout.py``).
 """
 
 import logging
 import ssl
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from kvferry.errors import KvferryError
-from kvferry.tiers.valkey.connection import Connection
 from kvferry.tiers.valkey.jobs import Cause, Job, Verdict
 from kvferry.tiers.valkey.resp import ErrorKind, ServerError
+from kvferry.tiers.valkey.scout import Scout
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.shard import Shard
 from kvferry.tiers.valkey.slots import SLOTS
-from kvferry.tiers.valkey.stream import Until
-from kvferry.tiers.valkey.topology import SlotRange, ask_topology, parse_redirect
+from kvferry.tiers.valkey.topology import SlotRange, parse_redirect
 from kvferry.tiers.valkey.url import Address
 
 MAX_SHARDS = 1024
+MAX_PARKED = 65536
 SWEEP_S = 0.05
-PROBE_S = 0.25
-REFRESH_S = 0.5
-MIN_REFRESH_INTERVAL_S = 0.1
 _log = logging.getLogger(__name__)
 
 
@@ -42,14 +37,14 @@ class Router(threading.Thread):
         self._tls = tls
         self._lock = threading.Lock()
         self._wake = threading.Event()
+        self._ending = threading.Event()
         self._shards: dict[Address, Shard] = {}
-        self._parked: list[Job] = []
-        self._refresh_wanted = False
-        self._refreshed_at = 0.0
-        self._watching = False  # whether queues may hold jobs, so that they are swept now and then
-        self._swept_at = 0.0
+        self._parked: list[Job] = []  # until the next question for the map
+        self._asking: list[Job] = []  # until the question under way has its answer
+        self._watching = False  # whether jobs may be waiting, so that they are swept now and then
         self._closed = False
         self._clustered = bool(topology)
+        self._scout = Scout(settings, tls=tls, clustered=self._clustered, territory=self)
         self._by_slot: list[Shard] = []
         self._apply(topology or (SlotRange(0, SLOTS - 1, settings.url.seeds[0]),))
 
@@ -59,30 +54,40 @@ class Router(threading.Thread):
         with self._lock:
             return tuple(self._shards.values())
 
-    @property
-    def clustered(self) -> bool:
-        """Whether the servers form a Cluster."""
-        return self._clustered
+    def start(self) -> None:
+        """Start both threads."""
+        super().start()
+        self._scout.start()
 
     def dispatch(self, job: Job) -> None:
         """Queue the job at the shard that serves its slot."""
-        self._by_slot[job.slot].submit(job)
+        self._submit(self._by_slot[job.slot], job)
+
+    def _submit(self, shard: Shard, job: Job) -> None:
+        shard.submit(job)
+        self._watch()
+
+    def _watch(self) -> None:
         if not self._watching:
             self._watching = True
             self._wake.set()
 
     def retry(self, job: Job) -> None:
         """Queue the job again; in a Cluster after asking for the map again."""
-        if not self._clustered:
+        if not self._clustered and not self._closed:
             self.dispatch(job)
             return
         with self._lock:
-            if not self._closed:
+            closed, full = self._closed, len(self._parked) >= MAX_PARKED
+            if not closed and not full:
                 self._parked.append(job)
-                self._refresh_wanted = self._watching = True
-                self._wake.set()
-                return
-        job.end(Verdict.LATE, Cause.CLOSED)
+        if closed:
+            job.end(Verdict.LATE, Cause.CLOSED)
+        elif full:
+            job.end(Verdict.REFUSED, Cause.QUEUE_FULL)
+        else:
+            self._scout.want_map()
+            self._watch()
 
     def redirect(self, job: Job, error: ServerError) -> None:
         """Follow a MOVED (remembered) or ASK (once) reply."""
@@ -95,13 +100,12 @@ class Router(threading.Thread):
             job.asking = True
         else:
             self._by_slot[job.slot] = shard
-            self._refresh_wanted = True
-            self._wake.set()
-        shard.submit(job)
+            self._scout.want_map()
+        self._submit(shard, job)
 
     def attention(self) -> None:
-        """Wake the thread."""
-        self._wake.set()
+        """A breaker opened."""
+        self._scout.attention()
 
     def _shard(self, address: Address) -> Shard | None:
         with self._lock:
@@ -123,126 +127,87 @@ class Router(threading.Thread):
         self._by_slot = [shard if shard is not None else known[0] for shard in by_slot]
         serving = {id(shard) for shard in known}
         with self._lock:
-            idle = [shard for shard in self._shards.values() if id(shard) not in serving and shard.is_open]
-            for shard in idle:
+            # One that still works may be the target of an ASK; a job that comes too late is sent again.
+            retired = [s for s in self._shards.values() if id(s) not in serving and (s.is_open or s.is_idle)]
+            for shard in retired:
                 del self._shards[shard.address]
-        for shard in idle:
+        for shard in retired:
             shard.close()
             shard.join()
 
+    def begin_refresh(self) -> None:
+        """The map is being asked for: jobs parked from now on wait for the next answer."""
+        with self._lock:
+            self._asking += self._parked
+            self._parked = []
+
+    def end_refresh(self, topology: Sequence[SlotRange]) -> None:
+        """Take over the map, if there is one, and send the parked jobs on their way."""
+        try:
+            if topology:
+                self._apply(topology)
+        finally:
+            with self._lock:
+                jobs, self._asking = self._asking, []
+            for job in jobs:
+                self.dispatch(job)
+
     def run(self) -> None:
-        """Look after the shards until closed."""
-        while not self._closed:
+        """End waiting jobs whose time is over, until closed."""
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            if self._ending.wait(SWEEP_S):
+                return
             try:
-                self._wake.wait(self._pause_s())
-                self._wake.clear()
-                self._turn()
+                self._sweep(time.monotonic())
             except Exception:  # noqa: BLE001 - the top of a driver thread
                 _log.exception("defect in %s", self.name)
-                time.sleep(SWEEP_S)  # a defect that repeats must not spin
-
-    def _pause_s(self) -> float | None:
-        now = time.monotonic()
-        pauses = [max(at - now, 0.0) for shard in self.shards if (at := shard.probe_at()) is not None]
-        if self._parked or self._refresh_wanted:
-            pauses.append(max(self._refreshed_at + MIN_REFRESH_INTERVAL_S - now, 0.0))
-        if self._watching:
-            pauses.append(max(self._swept_at + SWEEP_S - now, 0.0))
-        return min(pauses, default=None)
-
-    def _turn(self) -> None:
-        now = time.monotonic()
-        if self._watching and now >= self._swept_at + SWEEP_S:
-            self._sweep(now)
-        if self._refresh_wanted and now >= self._refreshed_at + MIN_REFRESH_INTERVAL_S:
-            self._refresh()
-        for shard in self.shards:
-            at = shard.probe_at()
-            if at is not None and now >= at and not self._closed:
-                self._probe(shard)
+                self._watching = True
+            if self._watching:
+                self._wake.set()
 
     def _sweep(self, now: float) -> None:
-        """End waiting jobs whose time is over. Watching ends first: a job queued meanwhile renews it."""
+        """Watching ends first: a job queued meanwhile renews it."""
         self._watching = False
-        self._swept_at = now
         shards = self.shards
         for shard in shards:
             shard.sweep(now)
         self._sweep_parked(now)
-        if self._parked or any(shard.has_queued for shard in shards):
+        if self._parked or self._asking or any(shard.has_queued for shard in shards):
             self._watching = True
 
     def _sweep_parked(self, now: float) -> None:
+        ended: list[tuple[Job, tuple[Verdict, Cause]]] = []
         with self._lock:
-            parked, self._parked = self._parked, []
-        kept: list[Job] = []
-        for job in parked:
-            ending = job.unwanted(now)
-            if ending is None:
-                kept.append(job)
-            else:
-                job.end(*ending)
-        with self._lock:
-            self._parked[:0] = kept
-
-    def _refresh(self) -> None:
-        with self._lock:
-            self._refresh_wanted = False
-            parked, self._parked = self._parked, []
-        try:
-            if self._clustered:
-                self._ask()
-        finally:
-            self._refreshed_at = time.monotonic()
-            for job in parked:
-                self.dispatch(job)
-
-    def _ask(self) -> None:
-        """Ask the servers for the map, those that answer first; keep the old one if none does."""
-        addresses = [shard.address for shard in sorted(self.shards, key=lambda shard: shard.is_open)]
-        addresses += [seed for seed in self._settings.url.seeds if seed not in addresses]
-        deadline = time.monotonic() + REFRESH_S
-        for address in addresses:
-            if time.monotonic() >= deadline or self._closed:
-                return
-            try:
-                topology = ask_topology(address, self._settings, tls=self._tls, deadline=deadline)
-            except KvferryError as error:
-                _log.debug("no Cluster map from %s: %s", address, error)
-                continue
-            if topology:
-                self._apply(topology)
-                return
-
-    def _probe(self, shard: Shard) -> None:
-        deadline = time.monotonic() + PROBE_S
-        try:
-            connection = Connection.open(shard.address, self._settings, tls=self._tls, deadline=deadline)
-            try:
-                answer = connection.request(b"PING", patience=Until(deadline))
-            finally:
-                connection.close()
-        except KvferryError as error:
-            shard.probe_failed(str(error))
-            self._refresh_wanted = self._clustered
-            return
-        if isinstance(answer, ServerError):
-            shard.probe_failed(str(answer))
-        else:
-            shard.succeeded()
+            for jobs in (self._parked, self._asking):
+                kept: list[Job] = []
+                for job in jobs:
+                    ending = job.unwanted(now)
+                    if ending is None:
+                        kept.append(job)
+                    else:
+                        ended.append((job, ending))
+                jobs[:] = kept
+        for job, ending in ended:
+            job.end(*ending)
 
     def close(self) -> None:
         """End everything and join every thread."""
         with self._lock:
             self._closed = True
-            parked, self._parked = self._parked, []
+            parked = self._parked + self._asking
+            self._parked, self._asking = [], []
             shards = list(self._shards.values())
         for job in parked:
             job.end(Verdict.LATE, Cause.CLOSED)
         for shard in shards:
             shard.close()
+        self._scout.stop()
+        self._ending.set()
         self._wake.set()
         for shard in shards:
             shard.join()
-        if self.is_alive():
-            self.join()
+        for thread in (self, self._scout):
+            if thread.is_alive():
+                thread.join()

@@ -54,6 +54,12 @@ class Shard:
         """Whether any job waits."""
         return any(queue.jobs for queue in self._queues.values())
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job waits or is under way. One may come at any moment."""
+        movers = (mover for of in self._movers.values() for mover in of)
+        return not self.has_queued and not any(mover.is_busy for mover in movers)
+
     def submit(self, job: Job) -> None:
         """Queue a job, or end it as refused."""
         if self.is_open:
@@ -64,7 +70,7 @@ class Shard:
             self._start(lane)
         cause = self._queues[lane].put(job)
         if cause is Cause.CLOSED:
-            job.end(Verdict.LATE, cause)
+            self.routes.retry(job)  # this shard left the map meanwhile, or the tier closes
         elif cause is not None:
             job.end(Verdict.REFUSED, cause)
         else:
@@ -128,12 +134,12 @@ class Shard:
                 job.end(verdict, cause)
 
     def close(self) -> None:
-        """End what is queued and in flight as LATE; ``join`` waits for the threads."""
+        """Hand back what is queued and in flight; ``join`` waits for the threads."""
         with self._lock:
             self._closed = True
         for queue in self._queues.values():
             for job in queue.drain(close=True):
-                job.end(Verdict.LATE, Cause.CLOSED)
+                self.routes.retry(job)
         for movers in self._movers.values():
             for mover in movers:
                 mover.abort()

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvferry.errors import ClosedError, KvferryError, MisconfiguredError, RetryError
+from kvferry.tiers.valkey.resolve import resolve
 from kvferry.tiers.valkey.url import Address, TlsFiles
 
 TICK_S = 0.02
@@ -168,27 +169,56 @@ class Stream:
 
 
 def dial(address: Address, *, tls: ssl.SSLContext | None, timeout_s: float, stall_s: float) -> Stream:
-    """Connect within ``timeout_s``. Raises DroppedError, or MisconfiguredError for a certificate refused."""
+    """Connect within ``timeout_s``, the name's resolution and the TLS handshake included.
+
+    Raises DroppedError, or MisconfiguredError for a certificate refused.
+    """
+    until = time.monotonic() + timeout_s
     try:
-        if address.port:
-            sock = socket.create_connection(address, timeout_s)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        else:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.settimeout(timeout_s)
-            try:
-                sock.connect(address.host)
-            except OSError:
-                sock.close()
-                raise
+        sock = _connect(address, until) if address.port else _connect_unix(address, until)
     except OSError as error:
         raise UnreachableError(f"{address}: cannot connect: {reason(error)}") from error
     if tls is not None:
+        sock.settimeout(_left(until))
         return Stream(_wrap_tls(sock, tls, address), stall_s=stall_s)
     sock.settimeout(None)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TICK)
     return Stream(sock, stall_s=stall_s)
+
+
+def _connect(address: Address, until: float) -> socket.socket:
+    """To the first of the name's addresses that answers; they share the time that is left."""
+    found = resolve(address, timeout_s=_left(until))
+    failure = OSError("the name has no address")
+    for number, (family, kind, protocol, target) in enumerate(found):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(_left(until) / (len(found) - number))
+            sock.connect(target)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:
+            sock.close()
+            failure = error
+        else:
+            return sock
+    raise failure
+
+
+def _connect_unix(address: Address, until: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(_left(until))
+        sock.connect(address.host)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _left(until: float) -> float:
+    """Seconds left; a little when none are, since zero would mean not to wait at all."""
+    return max(until - time.monotonic(), 0.001)
 
 
 def _wrap_tls(sock: socket.socket, tls: ssl.SSLContext, address: Address) -> ssl.SSLSocket:
@@ -199,14 +229,14 @@ def _wrap_tls(sock: socket.socket, tls: ssl.SSLContext, address: Address) -> ssl
         raise MisconfiguredError(
             f"{address}: certificate refused: {error.verify_message}: give its authority as ?ca=FILE"
         ) from error
-    except OSError as error:
+    except (OSError, ValueError) as error:
         sock.close()
         raise UnreachableError(f"{address}: TLS handshake failed: {reason(error)}") from error
     wrapped.settimeout(TICK_S)
     return wrapped
 
 
-def reason(error: OSError | KvferryError) -> str:
+def reason(error: OSError | ValueError | KvferryError) -> str:
     """An error in a few words."""
     if isinstance(error, TimeoutError):
         return "timed out"

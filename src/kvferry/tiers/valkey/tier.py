@@ -18,7 +18,16 @@ from kvferry.tiers.contract import (
     Transfer,
 )
 from kvferry.tiers.valkey.greeting import ServerReport, inspect_servers
-from kvferry.tiers.valkey.jobs import Job, Operation, Part, Verb, fetch_jobs, small_jobs, store_jobs
+from kvferry.tiers.valkey.jobs import (
+    Job,
+    Operation,
+    Part,
+    Verb,
+    fetch_jobs,
+    small_jobs,
+    store_jobs,
+    undo_jobs,
+)
 from kvferry.tiers.valkey.router import Router
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.stream import tls_context
@@ -101,12 +110,12 @@ class ValkeyTier:
     def store(
         self, items: Sequence[StoreItem], *, deadline: float, done: Callable[[int, Outcome], None]
     ) -> Transfer:
-        """See the contract. A part that could not be stored whole is removed again, best effort."""
+        """See the contract. Of a part that could not be stored whole, what was written is removed again."""
 
         def report(part: Part) -> None:
             self._count(part, self._stored)
             if part.lost and part.written:
-                self.remove([part.ref])
+                self._undo(part)
             done(part.index, part.outcome)
 
         operation = Operation(deadline)
@@ -162,9 +171,15 @@ class ValkeyTier:
         parts = [self._part(operation, index, ref, _ignore) for index, ref in enumerate(refs)]
         self._dispatch([job for part in reversed(parts) for job in small_jobs(part, verb)])
 
+    def _undo(self, part: Part) -> None:
+        """Remove what a failed store wrote, and only that: another node may be storing the same part."""
+        operation = Operation(time.monotonic() + REMOVE_S)
+        undone = Part(operation, part.index, part.ref, jobs=len(part.written), report=_ignore)
+        self._dispatch(undo_jobs(undone, part.written))
+
     @staticmethod
     def _part(operation: Operation, index: int, ref: PartRef, report: Callable[[Part], None]) -> Part:
-        return Part(operation, index, ref, stripes=len(stripe_plan(ref.nbytes)), report=report)
+        return Part(operation, index, ref, jobs=len(stripe_plan(ref.nbytes)), report=report)
 
     def _dispatch(self, jobs: Sequence[Job]) -> None:
         for job in jobs:

@@ -1,0 +1,142 @@
+"""The thread that finds things out over the network, so that nothing else waits for the answers.
+
+It probes shards whose breaker is open, and asks for a Cluster's map when a redirect, a lost connection or
+a failed probe says that the old one is wrong.
+"""
+
+import logging
+import ssl
+import threading
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvferry.errors import KvferryError
+from kvferry.tiers.valkey.connection import Connection
+from kvferry.tiers.valkey.resp import ServerError
+from kvferry.tiers.valkey.settings import ValkeySettings
+from kvferry.tiers.valkey.shard import Shard
+from kvferry.tiers.valkey.stream import Until
+from kvferry.tiers.valkey.topology import SlotRange, ask_topology
+
+PROBE_S = 0.25
+REFRESH_S = 0.5
+MIN_REFRESH_INTERVAL_S = 0.1
+DEFECT_PAUSE_S = 0.05
+_log = logging.getLogger(__name__)
+
+
+class Territory(Protocol):
+    """What the scout looks after."""
+
+    @property
+    def shards(self) -> Sequence[Shard]:
+        """The shards in use now."""
+        ...
+
+    def begin_refresh(self) -> None:
+        """The map is being asked for."""
+
+    def end_refresh(self, topology: Sequence[SlotRange]) -> None:
+        """The answer; empty if there was none."""
+
+
+class Scout(threading.Thread):
+    """``want_map``, ``attention`` and ``stop`` may be called from any thread."""
+
+    def __init__(
+        self, settings: ValkeySettings, *, tls: ssl.SSLContext | None, clustered: bool, territory: Territory
+    ) -> None:
+        super().__init__(name="kvferry-valkey-scout", daemon=True)
+        self._settings = settings
+        self._tls = tls
+        self._clustered = clustered
+        self._territory = territory
+        self._wake = threading.Event()
+        self._map_wanted = False
+        self._refreshed_at = 0.0
+        self._stopped = False
+
+    def want_map(self) -> None:
+        """Ask for the Cluster's map soon."""
+        self._map_wanted = self._clustered
+        self._wake.set()
+
+    def attention(self) -> None:
+        """A breaker opened."""
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End soon: after the question that is under way."""
+        self._stopped = True
+        self._wake.set()
+
+    def run(self) -> None:
+        """Until stopped."""
+        while not self._stopped:
+            try:
+                self._wake.wait(self._pause_s())
+                self._wake.clear()
+                self._turn()
+            except Exception:  # noqa: BLE001 - the top of a driver thread
+                _log.exception("defect in %s", self.name)
+                time.sleep(DEFECT_PAUSE_S)  # a defect that repeats must not spin
+
+    def _pause_s(self) -> float | None:
+        now = time.monotonic()
+        times = [at for shard in self._territory.shards if (at := shard.probe_at()) is not None]
+        if self._map_wanted:
+            times.append(self._refreshed_at + MIN_REFRESH_INTERVAL_S)
+        return max(min(times) - now, 0.0) if times else None
+
+    def _turn(self) -> None:
+        if self._map_wanted and time.monotonic() >= self._refreshed_at + MIN_REFRESH_INTERVAL_S:
+            self._refresh()
+        for shard in self._territory.shards:
+            at = shard.probe_at()
+            if at is not None and time.monotonic() >= at and not self._stopped:
+                self._probe(shard)
+
+    def _refresh(self) -> None:
+        self._map_wanted = False
+        self._territory.begin_refresh()
+        topology: tuple[SlotRange, ...] = ()
+        try:
+            topology = self._ask()
+        finally:
+            self._refreshed_at = time.monotonic()
+            self._territory.end_refresh(topology)
+
+    def _ask(self) -> tuple[SlotRange, ...]:
+        """Ask the servers for the map, those that answer first; empty if none does."""
+        addresses = [shard.address for shard in sorted(self._territory.shards, key=lambda s: s.is_open)]
+        addresses += [seed for seed in self._settings.url.seeds if seed not in addresses]
+        deadline = time.monotonic() + REFRESH_S
+        for address in addresses:
+            if time.monotonic() >= deadline or self._stopped:
+                break
+            try:
+                topology = ask_topology(address, self._settings, tls=self._tls, deadline=deadline)
+            except KvferryError as error:
+                _log.debug("no Cluster map from %s: %s", address, error)
+                continue
+            if topology:
+                return topology
+        return ()
+
+    def _probe(self, shard: Shard) -> None:
+        deadline = time.monotonic() + PROBE_S
+        try:
+            connection = Connection.open(shard.address, self._settings, tls=self._tls, deadline=deadline)
+            try:
+                answer = connection.request(b"PING", patience=Until(deadline))
+            finally:
+                connection.close()
+        except KvferryError as error:
+            shard.probe_failed(str(error))
+            self._map_wanted = self._clustered
+            return
+        if isinstance(answer, ServerError):
+            shard.probe_failed(str(answer))
+        else:
+            shard.succeeded()
