@@ -28,15 +28,14 @@ _KINDS = {
     Source.MIXED: "valkey",
 }
 _COMPARED = (
-    "Each replica answers one short unrelated question when it starts: an engine's very first request also "
-    "pays for setting up its kernels, some two seconds here, with or without a cache.",
+    "Each replica answers one short unrelated question when it starts, because an engine's very first "
+    "request also pays for setting up its kernels, some two seconds here, with or without a cache.",
     "Bytes: before each load the replica's own prefix cache is reset and its whole KV memory overwritten "
-    "with zeros (a replica that is new has zeros anyway). After its answer, a probe inside the engine's "
-    "worker takes one 128-bit digest per KV block over all layers, and these are compared with the digests "
-    "that replica A's memory had after computing the prefix itself. Neither the connector nor the node "
-    "takes part.",
-    "The step with another cache_salt lets replica B compute the same tokens itself: its blocks against A's "
-    "say whether this model and machine compute the same bytes twice.",
+    "with zeros. After its answer, a probe inside the engine's worker takes one 128-bit digest per KV block "
+    "over all layers, and these are compared with the digests that replica A's memory had after computing "
+    "the prompt itself. Neither the connector nor the node takes part.",
+    "The step with another cache_salt lets replica B compute the same tokens itself: its blocks against A's, "
+    "the last, partly filled one included, say whether this machine computes the same bytes twice.",
     "Answers: greedy decoding. A loaded answer is compared with A's answer to the same question from its "
     "own prefix cache at the same boundary; a full recompute with A's cold answer. A recompute that began "
     "behind some loaded chunks splits the prompt differently, where bf16 may round differently, and is not "

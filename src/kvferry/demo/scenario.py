@@ -151,11 +151,15 @@ class Scenario:
         )
 
     def warm_up(self, name: str) -> None:
-        """One unrelated question: an engine's very first one also pays for setting its kernels up."""
+        """One unrelated question: an engine's very first one also pays for setting its kernels up.
+
+        Then all KV memory is zeros again: whatever blocks two replicas share later is the prefix.
+        """
         prompt = self.replica(name).tokenize_chat(
             chat(document(4, filler=0, seed=WARM_UP_SEED), "Who piloted?")
         )
         self.replica(name).ask(Question(f"demo{os.getpid()}warm{name}", prompt, 2))
+        forget_everything(self.replica(name))
 
     def other_tenant(self) -> Step:
         """The same tokens under another cache_salt: no reuse across the salt, and the same bytes."""
@@ -168,7 +172,7 @@ class Scenario:
             reply,
             allowed=(Source.COMPUTED,),
             wanted=0,
-            loaded_like=self.boundary,
+            computed_like=self.facts.computed,
             answer=check_answer(reply, self.facts.cold, against=COLD),
             note="computed by B itself, while A restarts: its bytes against A's",
         )
@@ -222,18 +226,21 @@ class Scenario:
         allowed: tuple[Source, ...],
         wanted: int | None = None,
         loaded: bool = False,
-        loaded_like: int = 0,
+        computed_like: frozenset[str] = frozenset(),
         limit_s: float | None = None,
         answer: AnswerCheck | None = None,
         note: str = "",
     ) -> Step:
-        """Put a step together. loaded: compare the reused blocks' bytes with those A computed."""
+        """Put a step together. loaded: compare the reused blocks' bytes with those A computed.
+
+        computed_like: digests all of which this replica's own computing must have led to as well.
+        """
         story = self.story(reply)
-        tokens = loaded_like or (reply.cached_tokens if loaded else 0)
         blocks = None
-        if loaded or loaded_like:
+        if loaded or computed_like:
             digests = block_digests(self.replica(replica))
-            blocks = check_blocks(digests, self.facts.computed, tokens=tokens, block_tokens=self.block_tokens)
+            wanted = len(computed_like) or reply.cached_tokens // self.block_tokens
+            blocks = check_blocks(digests, self.facts.computed, wanted=wanted)
         return Step(
             key=key,
             title=title,

@@ -55,11 +55,9 @@ def forget_everything(replica: Replica) -> None:
     replica.worker_call("kvferry_scrub")
 
 
-def check_blocks(
-    loaded: Collection[str], computed: Collection[str], *, tokens: int, block_tokens: int
-) -> BlockCheck:
-    """loaded, computed: digests of the two replicas' memories. tokens: how many were reused."""
-    return BlockCheck(tokens // block_tokens, len(frozenset(loaded) & frozenset(computed)))
+def check_blocks(held: Collection[str], computed: Collection[str], *, wanted: int) -> BlockCheck:
+    """held, computed: digests of the two replicas' memories. wanted: blocks that have to be in both."""
+    return BlockCheck(wanted, len(frozenset(held) & frozenset(computed)))
 
 
 def check_answer(reply: Reply, reference: Reply, *, against: str) -> AnswerCheck:
