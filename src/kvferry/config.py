@@ -64,7 +64,8 @@ class NodeSettings:
 
     pool_bytes: host memory for KV. valkey: None keeps to host memory; holds the password, which its repr
     and str leave out. deadline_cap_ms: no load may take longer, whatever the estimate says.
-    metrics_port: on loopback; 0 serves none.
+    metrics_port: on loopback; 0 serves none. domain: the trust domain of the engines that are served;
+    empty: that of the first one. token: what clients must show; None: nothing.
     """
 
     pool_bytes: int = DEFAULT_POOL_BYTES
@@ -72,6 +73,8 @@ class NodeSettings:
     deadline_cap_ms: int = DEFAULT_DEADLINE_CAP_MS
     socket_path: Path = field(default_factory=_socket_path)
     metrics_port: int = DEFAULT_METRICS_PORT
+    domain: str = ""
+    token: Secret | None = None
 
 
 def default_socket_path(environ: Mapping[str, str] = os.environ) -> Path:
@@ -171,6 +174,9 @@ NODE_SETTINGS = (
     Setting(
         "valkey_password_file", _parse_path, "PATH", "file that holds Valkey's password", "valkey_password"
     ),
+    Setting("domain", str, "NAME", "trust domain to serve (default: the first engine's)", "domain"),
+    Setting("token", Secret, "TEXT", "the token itself", "token", environment_only=True),
+    Setting("token_file", _parse_path, "PATH", "file with a token that clients must show", "token"),
 )
 
 
@@ -208,8 +214,9 @@ def load_node_settings(
 
 
 def _parse(texts: Mapping[str, tuple[object, str]]) -> dict[str, Any]:
-    if "valkey_password" in texts and "valkey_password_file" in texts:
-        raise MisconfiguredError("KVFERRY_VALKEY_PASSWORD and valkey_password_file are both set; keep one")
+    for secret in ("valkey_password", "token"):
+        if secret in texts and f"{secret}_file" in texts:
+            raise MisconfiguredError(f"KVFERRY_{secret.upper()} and {secret}_file are both set; keep one")
     values: dict[str, Any] = {}
     for setting in NODE_SETTINGS:
         if setting.name not in texts:
@@ -217,7 +224,7 @@ def _parse(texts: Mapping[str, tuple[object, str]]) -> dict[str, Any]:
         raw, where = texts[setting.name]
         try:
             value: object = setting.parse(raw)
-            if setting.name == "valkey_password_file":
+            if setting.name in ("valkey_password_file", "token_file"):
                 value = read_secret(Path(str(value)))
         except MisconfiguredError as error:
             raise MisconfiguredError(f"{where}: {error}") from error
@@ -291,6 +298,15 @@ def read_secret(path: Path) -> Secret:
     if not first or len(text) > MAX_SECRET_BYTES:
         raise MisconfiguredError(f"{path} holds no secret of 1 to {MAX_SECRET_BYTES} bytes in its first line")
     return Secret(first)
+
+
+def client_token(token_file: Path | None = None, *, environ: Mapping[str, str] = os.environ) -> str:
+    """What to show to a node: from the file, $KVFERRY_TOKEN or $KVFERRY_TOKEN_FILE; else nothing."""
+    if token_file is None and (text := environ.get("KVFERRY_TOKEN")):
+        return text
+    if token_file is None and (named := environ.get("KVFERRY_TOKEN_FILE")):
+        token_file = Path(named)
+    return read_secret(token_file).reveal() if token_file is not None else ""
 
 
 def memory_bytes() -> int:

@@ -10,6 +10,7 @@ from kvferry.config import (
     NODE_SETTINGS,
     NodeSettings,
     Secret,
+    client_token,
     default_socket_path,
     format_size,
     load_node_settings,
@@ -132,3 +133,18 @@ def test_node_and_engines_of_a_user_meet_without_being_told() -> None:
     assert default_socket_path({"KVFERRY_SOCKET": "/a/b"}) == Path("/a/b")
     assert default_socket_path({"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7/kvferry/node.sock")
     assert default_socket_path({}).name == "node.sock"
+
+
+def test_the_token_comes_from_a_file_or_the_environment_and_is_never_shown(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("open sesame\n")
+    from_file = load_node_settings({"token_file": str(file)}, environ={})
+    from_environment = load_node_settings({}, environ={"KVFERRY_TOKEN": "open sesame"})
+    assert from_file.token == from_environment.token == Secret("open sesame")
+    assert "sesame" not in repr(from_file)
+    assert client_token(environ={}) == ""
+    assert client_token(file, environ={}) == "open sesame"
+    assert client_token(environ={"KVFERRY_TOKEN_FILE": str(file)}) == "open sesame"
+    assert client_token(environ={"KVFERRY_TOKEN": "open sesame"}) == "open sesame"
+    with pytest.raises(MisconfiguredError, match="keep one"):
+        load_node_settings({"token_file": str(file)}, environ={"KVFERRY_TOKEN": "x"})

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from kvferry.config import default_socket_path, format_size
+from kvferry.config import client_token, default_socket_path, format_size
 from kvferry.errors import MisconfiguredError
 from kvferry.identity.names import NAMESPACE_BYTES
 
@@ -22,7 +22,7 @@ def main(args: argparse.Namespace) -> int:
     from kvferry.client.admin import AdminClient
 
     namespace = _namespace(args.namespace)
-    with AdminClient(args.socket) as admin:
+    with AdminClient(args.socket, token=client_token()) as admin:
         answer = admin.drop(args.tier, namespace=namespace)
     if args.json:
         print(json.dumps({"tier": args.tier, **answer}))

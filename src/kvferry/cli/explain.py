@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.cli.table import count, duration
-from kvferry.config import default_socket_path, format_size
+from kvferry.config import client_token, default_socket_path, format_size
 
 # What a reason means, for people; the words are those of the node's answers.
 MEANING = {
@@ -96,7 +96,7 @@ def main(args: argparse.Namespace) -> int:
     """Ask the node and print every request that matches, the newest first."""
     from kvferry.client.admin import AdminClient
 
-    with AdminClient(args.socket) as admin:
+    with AdminClient(args.socket, token=client_token()) as admin:
         records = admin.explain(args.request)
     if args.json:
         print(json.dumps(records, indent=2))

@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deadline-cap-ms", metavar="MS", help="longest a load may take")
     parser.add_argument("--domain", metavar="NAME", help="trust domain; others cannot read its KV")
     parser.add_argument("--domain-key-file", metavar="PATH", help="file with the domain's 32-byte key")
+    parser.add_argument("--token-file", metavar="PATH", help="file with the token that the node asks for")
     parser.add_argument("--json", action="store_true", help="the value alone, as JSON")
 
 
@@ -46,6 +47,8 @@ def transfer_config(args: argparse.Namespace) -> dict[str, object]:
         extra["domain"] = args.domain
     if args.domain_key_file is not None:
         extra["domain_key_file"] = args.domain_key_file
+    if args.token_file is not None:
+        extra["token_file"] = args.token_file
     return {**CONNECTOR, **({"kv_connector_extra_config": extra} if extra else {})}
 
 

@@ -13,7 +13,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(setting.flag, metavar=setting.metavar, help=setting.help)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the same names")
     parser.epilog = (
-        "Valkey's password: KVFERRY_VALKEY_PASSWORD or --valkey-password-file. Ends on SIGTERM or Ctrl-C."
+        "Valkey's password: KVFERRY_VALKEY_PASSWORD or --valkey-password-file. The token: KVFERRY_TOKEN or "
+        "--token-file. Ends on SIGTERM or Ctrl-C."
     )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.cli.table import causes, count, duration, share, table
-from kvferry.config import default_socket_path, format_size
+from kvferry.config import client_token, default_socket_path, format_size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +99,7 @@ def main(args: argparse.Namespace) -> int:
     """Ask the node and print."""
     from kvferry.client.admin import AdminClient
 
-    with AdminClient(args.socket) as admin:
+    with AdminClient(args.socket, token=client_token()) as admin:
         status = admin.status()
     print(json.dumps(status, indent=2) if args.json else render(status))
     return 0

@@ -90,6 +90,8 @@ class NodeConnection:
 
     def send(self, message: Message) -> bool:
         """Send, or queue what the socket does not take. False when there is no connection."""
+        if os.getpid() != self._pid:  # before the lock, which may have been held when this process forked
+            return False
         frame = encode(message)
         with self.lock:
             if not self.is_up:
@@ -119,6 +121,8 @@ class NodeConnection:
 
     def silent(self) -> None:
         """A call's wait has ended without an answer."""
+        if os.getpid() != self._pid:
+            return
         with self.lock:
             self.breaker.unanswered(self._clock())
             self._signal()
@@ -196,8 +200,10 @@ class NodeConnection:
         self._signal()
 
     def _signal(self) -> None:
+        if os.getpid() != self._pid:
+            return
         with self.lock, contextlib.suppress(BlockingIOError):
-            if self._wake >= 0 and os.getpid() == self._pid:
+            if self._wake >= 0:
                 os.eventfd_write(self._wake, 1)
 
     # ---- the background thread
@@ -207,17 +213,28 @@ class NodeConnection:
         while not self._closing:
             try:
                 self._connect()
+                backoff_s = FIRST_BACKOFF_S
+                self._serve()
             except KvferryError as error:
-                if str(error) != self.last_error:
-                    self.last_error = str(error)
-                    log.warning("kvferry: %s; requests are computed without it", error)
-                refused = isinstance(error, RefusedError)
-                self._pause(REFUSED_BACKOFF_S if refused else backoff_s)
+                self._failed(error)
+                self._pause(REFUSED_BACKOFF_S if isinstance(error, RefusedError) else backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
-                continue
-            backoff_s = FIRST_BACKOFF_S
-            self._serve()
-            self._bury()
+            except Exception as error:  # noqa: BLE001 (top of the driver)
+                self._failed(error)
+                self._pause(MAX_BACKOFF_S)
+            finally:
+                self._bury()
+
+    def _failed(self, error: Exception) -> None:
+        """No connection, or a defect on one: calls go unserved until the next attempt."""
+        with self.lock:
+            self._lose(Reason.NODE_DOWN)
+        if str(error) != self.last_error:
+            self.last_error = str(error)
+            known = isinstance(error, KvferryError)
+            log.warning(
+                "kvferry: %s; requests are computed without it", error, exc_info=None if known else error
+            )
 
     def _connect(self) -> None:
         sock = open_socket(self._path, HANDSHAKE_S)

@@ -30,7 +30,10 @@ class Identity:
 
 def open_socket(path: Path, timeout_s: float) -> socket.socket:
     """A connected socket whose other end is this user (or root). Raises ClosedError, RefusedError."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    except OSError as error:
+        raise ClosedError(f"no socket to reach a node with: {error.strerror}") from error
     try:
         sock.settimeout(timeout_s)
         sock.connect(str(path))

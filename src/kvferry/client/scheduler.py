@@ -16,7 +16,7 @@ from kvferry.client.messages import (
     Reason,
     Report,
 )
-from kvferry.errors import KvferryError
+from kvferry.errors import KvferryError, RefusedError
 from kvferry.identity.names import DIGEST_BYTES
 from kvferry.node.framing import LENGTH, decode_from_client, encode
 from kvferry.node.wire import MAX_CHUNKS, Answer, EndLoad, FromNode, Lookup, Role, Welcome
@@ -179,8 +179,9 @@ class SchedulerClient:
         if waiting is None or waiting.ticket != message.ticket:
             self.end(message.load_id)  # came too late, or nobody wants it any more
             return
+        answer = self._translate(message)
         del self._waiting[message.request_id]
-        self._keep(self._translate(message))
+        self._keep(answer)
 
     def disconnected(self, reason: Reason) -> None:
         """See ``connection.Listener``. Loads of answers that nobody fetched yet are gone too."""
@@ -222,6 +223,8 @@ class SchedulerClient:
         )
 
     def _translate(self, message: Answer) -> LookupAnswer:
+        if message.count > MAX_CHUNKS or len(message.tiers) != message.count:
+            raise RefusedError(f"an answer of {message.count} chunks and {len(message.tiers)} tiers")
         parts: list[list[PartPlace | None]] = [
             [None] * len(self._namespace.part_bytes) for _ in range(message.count)
         ]

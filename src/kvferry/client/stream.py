@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvferry.client.messages import LoadEnd, LoadTicket, PartPlace, Pending, ReadyPart, Reason
+from kvferry.errors import KvferryError
 from kvferry.node.framing import split_checksums
 from kvferry.node.wire import Place
 from kvferry.pool.arena import ArenaMapping
@@ -129,14 +130,19 @@ class LoadStream:
     def _step(self, now: float) -> ReadyPart | LoadEnd | None:
         if self._end is not None and self._next >= self._end.chunk:
             return self._end
-        if self._next >= self._last:
+        if self._next >= self._last or not self._part_bytes:
             return LoadEnd(Reason.COMPLETE, self._last)
         place = self._places.pop(self._next, None)
         if place is not None and self._mapping is not None:
             index = self._next
             self._next += 1
-            view = self._mapping.view(place.offset, self._part_bytes)
-            return ReadyPart(index, view, split_checksums(place.checksums))
+            try:
+                view = self._mapping.view(place.offset, self._part_bytes)
+                return ReadyPart(index, view, split_checksums(place.checksums))
+            except KvferryError:  # a place that cannot be, or the pool is unmapped already
+                self._next = index
+                self.ended(Reason.REFUSED, index)
+                return self._end
         if now >= self._deadline:
             self.ended(Reason.DEADLINE, self._next)
             return self._end

@@ -17,6 +17,7 @@ from kvferry.client.messages import (
     ReserveOutcome,
 )
 from kvferry.client.stream import LoadStream
+from kvferry.errors import RefusedError
 from kvferry.node.framing import join_checksums
 from kvferry.node.wire import (
     MAX_BATCH,
@@ -43,8 +44,11 @@ MAX_RESERVE = 4096
 
 @dataclass(slots=True)
 class _Call:
+    """connects: the number of the connection that it was sent on."""
+
     part: int
     digests: list[bytes]
+    connects: int
     answer: Reserved | None = None
     lost: bool = False
     late: bool = False
@@ -99,6 +103,11 @@ class WorkerClient:
     def connected(self) -> bool:
         """Whether there is a node now."""
         return self._connection.is_up
+
+    @property
+    def last_error(self) -> str:
+        """Why there is no node; empty while there is one, or before the first attempt."""
+        return self._connection.last_error
 
     @property
     def epoch(self) -> int:
@@ -228,6 +237,7 @@ class WorkerClient:
             return  # the same node: its pool is mapped already
         if self._mapping is not None:
             self._mapping.close()
+            self._mapping = None
         self._mapping = ArenaMapping.attach(descriptor, welcome.pool_bytes)
         self._epoch = welcome.epoch
         self._changed.notify_all()
@@ -270,7 +280,7 @@ class WorkerClient:
         with self._changed:
             self._tickets += 1
             ticket = self._tickets
-            call = _Call(part, digests)
+            call = _Call(part, digests, self._connection.connects)
             request = Reserve(
                 ticket=ticket,
                 namespace=self._namespace.namespace,
@@ -293,7 +303,9 @@ class WorkerClient:
                 self._connection.pump()
                 if not call.settled:
                     self._changed.wait(left)
-            if call.answer is None or self._mapping is None:
+            # Slots that another connection was given are another's by now, or in another node's pool.
+            stale = call.connects != self._connection.connects or not self._connection.is_up
+            if call.answer is None or self._mapping is None or stale:
                 return _all_full(digests, index)
             nbytes = self._namespace.part_bytes[part]
             return [
@@ -312,6 +324,9 @@ class WorkerClient:
         call = self._calls.pop(message.ticket, None)
         if call is None:
             return
+        if len(message.places) != len(call.digests):
+            call.lost = True
+            raise RefusedError(f"{len(message.places)} places for {len(call.digests)} reservations")
         if call.late:
             granted = [
                 digest

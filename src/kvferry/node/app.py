@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
@@ -45,28 +46,33 @@ MAX_NAMESPACES_PER_CONNECTION = 64
 
 
 class App:
-    """``server.Handler`` of a node; loop thread only. statistics: of the whole node, for status."""
+    """``server.Handler`` of a node; loop thread only. statistics: of the whole node, for status.
 
-    def __init__(self, state: NodeState, *, statistics: Callable[[], NodeStatistics]) -> None:
+    domain: the trust domain that is served; empty: that of the first engine that attaches.
+    """
+
+    def __init__(
+        self, state: NodeState, *, statistics: Callable[[], NodeStatistics], domain: str = ""
+    ) -> None:
         self.state = state
         self.loads = Loads(state)
         self.saves = Saves(state, self.loads)
         self.estimator = Estimator(state)
         self.lookups = Lookups(state, self.loads, self.estimator)
         self._statistics = statistics
+        self._domain = domain or None
         self._attached: dict[Connection, dict[bytes, Namespace]] = {}
 
-    def welcome(self, connection: Connection, hello: Hello) -> tuple[Welcome, int | None]:
+    def welcome(self, connection: Connection, hello: Hello) -> Welcome:
         """See ``server.Handler``."""
         self._attached[connection] = {}
-        answer = Welcome(
+        return Welcome(
             protocol=PROTOCOL,
             version=__version__,
             epoch=self.state.epoch,
             pid=os.getpid(),
             pool_bytes=self.state.arena.nbytes,
         )
-        return answer, None if hello.role is Role.ADMIN else self.state.arena.fd
 
     def closed(self, connection: Connection) -> None:
         """See ``server.Handler``."""
@@ -89,7 +95,9 @@ class App:
             case Join(load_id=load_id, epoch=epoch, part=part):
                 self.loads.join(connection, load_id, epoch=epoch, part=part)
             case EndLoad(load_id=load_id):
-                self.loads.end(load_id, asked_by=connection)
+                # After another look at every socket: what a worker said before counts before the end.
+                post = self.state.loop.post
+                post(partial(post, partial(self.loads.end, load_id, asked_by=connection)))
             case Reserve():
                 self.saves.reserve(connection, message, self._space(connection, message.namespace))
             case Commit():
@@ -156,8 +164,12 @@ class App:
             domain=message.domain,
             label=message.label,
         )
-        error = ""
         try:
+            if self._domain not in (None, space.domain):
+                raise RefusedError(
+                    f"this node serves the trust domain {self._domain!r}, the engine is of {space.domain!r}; "
+                    "run a node of its own for it, with another --socket, or restart this one"
+                )
             if len(spaces) >= MAX_NAMESPACES_PER_CONNECTION:
                 raise RefusedError(f"a connection has {MAX_NAMESPACES_PER_CONNECTION} namespaces at most")
             known = self.state.namespaces.get(message.namespace)
@@ -169,11 +181,17 @@ class App:
                 )
             self.state.catalogue.register(space.namespace, space.part_bytes, space.domain)
         except RefusedError as refusal:
-            error = str(refusal)
+            connection.send(Attached(namespace=message.namespace, error=str(refusal)))
+            return
+        self._domain = space.domain
+        self.state.namespaces[space.namespace] = space
+        first = not spaces
+        spaces[space.namespace] = space
+        attached = Attached(namespace=message.namespace)
+        if first and connection.hello is not None and connection.hello.role is not Role.ADMIN:
+            connection.send_now(attached, self.state.arena.fd)
         else:
-            self.state.namespaces[space.namespace] = space
-            spaces[space.namespace] = space
-        connection.send(Attached(namespace=message.namespace, error=error))
+            connection.send(attached)
 
     def _space(self, connection: Connection, namespace: bytes) -> Namespace:
         space = self._attached[connection].get(namespace)

@@ -23,7 +23,11 @@ class RunningBatch(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class LiveLoad:
-    """A load and what the driver keeps for it. connection: the scheduler's, which owns it."""
+    """A load and what the driver keeps for it. connection: the scheduler's, which owns it.
+
+    listeners: by part; ranks that hold equal bytes share one. ready: what a rank that joins is sent
+    at once; unsent: what those that have joined were not sent yet.
+    """
 
     load_id: int
     request_id: str
@@ -36,7 +40,8 @@ class LiveLoad:
     deadline: float
     stall_s: float
     progress: float
-    listeners: dict[int, Connection] = field(default_factory=dict[int, Connection])
+    listeners: dict[int, list[Connection]] = field(default_factory=dict[int, list[Connection]])
+    ready: dict[At, Place] = field(default_factory=dict[At, Place])
     unsent: dict[int, list[Place]] = field(default_factory=dict[int, list[Place]])
     fetched_bytes: int = 0
     told_end: dict[int, int] = field(default_factory=dict[int, int])

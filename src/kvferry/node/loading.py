@@ -20,6 +20,7 @@ from kvferry.tiers.contract import FetchItem, FetchResult, Outcome
 MAX_LOADS_PER_CONNECTION = 1024
 LEASE_GRACE_S = 60.0  # after its deadline, a load that nobody ended is reclaimed
 WINDOW_DIVISOR = 2  # one load may hold this fraction of the pool while it streams
+MAX_TOUCHED = 2048  # chunks whose recency in the tier one load renews
 
 _REASONS = {
     Outcome.MISS: Reason.GONE,
@@ -100,17 +101,12 @@ class Loads:
 
     def announce(self, live: LiveLoad) -> tuple[Place, ...]:
         """The places for the answer; the rest is pushed to the workers that join."""
-        places = sorted(
-            (place for unsent in live.unsent.values() for place in unsent),
-            key=lambda place: (place.chunk, place.part),
-        )
+        first = sorted(live.ready)[:MAX_BATCH]
         live.unsent.clear()
-        for place in places[MAX_BATCH:]:
-            live.unsent.setdefault(place.part, []).append(place)
-        return tuple(places[:MAX_BATCH])
+        return tuple(live.ready.pop(at) for at in first)
 
     def join(self, connection: Connection, load_id: int, *, epoch: int, part: int) -> None:
-        """A worker listens for one part number from now on."""
+        """A worker listens for one part number from now on; other ranks may share it."""
         live = self._loads.get(load_id)
         if live is None or epoch != self._state.epoch:
             reason = Reason.ENDED if epoch == self._state.epoch else Reason.EPOCH
@@ -118,8 +114,12 @@ class Loads:
             return
         if part >= len(live.space.part_bytes):
             raise RefusedError(f"part {part} of a load whose chunks have {len(live.space.part_bytes)}")
-        live.listeners[part] = connection
-        self._talking[live] = None
+        self._tell(live)
+        listeners = live.listeners.setdefault(part, [])
+        if connection not in listeners:
+            listeners.append(connection)
+        self._say(live, [connection], [live.ready[at] for at in sorted(live.ready) if at.part == part])
+        self._say_end(live, part, [connection])
 
     def copied(self, load_id: int, part: int, chunks: Sequence[int]) -> None:
         """A worker has copied and verified these. Late messages about a load that is over are normal."""
@@ -130,6 +130,7 @@ class Loads:
             at = At(chunk - live.first_chunk, part)
             if 0 <= at.position < live.load.end and live.load.state(at) is PartState.READY:
                 live.load.copied(at)
+                live.ready.pop(at, None)
                 self._state.catalogue.unpin(live.key(at), live.owner)
                 live.progress = self._state.loop.clock()
                 self._room_changed = True
@@ -162,8 +163,8 @@ class Loads:
         if live.load.end < len(live.load.chunks):
             failed = live.first_chunk + live.load.end
         outcome = live.load.reason
-        if live.fetched_bytes:  # parts came in as they arrived: put the prefix in order, head last
-            self._state.catalogue.refresh(live.space.namespace, live.load.chunks)
+        if live.fetched_bytes:
+            self._put_in_order(live)
         self._give_back(live, live.load.finish(reason))
         self._state.catalogue.release_owner(live.owner)
         self._room_changed = True
@@ -182,16 +183,17 @@ class Loads:
             reason=outcome if reason is Reason.ENDED else reason,
             failed_chunk=failed,
         )
-        for part, connection in live.listeners.items():
-            connection.send(LoadEnded(load_id=load_id, part=part, chunk=live.first_chunk, reason=reason))
+        for part, listeners in live.listeners.items():
+            for connection in list(listeners):
+                connection.send(LoadEnded(load_id=load_id, part=part, chunk=live.first_chunk, reason=reason))
 
     def disconnected(self, connection: Connection) -> None:
         """Its own loads end; loads it listened to go on for the other ranks."""
         for load_id in list(self._by_connection.get(connection, ())):
             self.end(load_id)
         for live in self._loads.values():
-            for part in [part for part, listener in live.listeners.items() if listener is connection]:
-                del live.listeners[part]
+            for part, listeners in live.listeners.items():
+                live.listeners[part] = [listener for listener in listeners if listener is not connection]
 
     def room_changed(self) -> None:
         """Pins or reservations elsewhere have ended: blocked loads look again at the end of the turn."""
@@ -306,8 +308,16 @@ class Loads:
             self._state.fetch_rate.forget(timing)
 
     def _arrived(self, live: LiveLoad, at: At, slot: Slot) -> None:
-        live.unsent.setdefault(at.part, []).append(self._place(live, at, slot))
+        place = live.ready[at] = self._place(live, at, slot)
+        live.unsent.setdefault(at.part, []).append(place)
         self._talking[live] = None
+
+    def _put_in_order(self, live: LiveLoad) -> None:
+        """Parts came in as they arrived: renew the prefix's recency, here and in the tier, head last."""
+        self._state.catalogue.refresh(live.space.namespace, live.load.chunks)
+        if self._state.tier is not None and live.load.end:
+            chunks = live.load.chunks[: min(live.load.end, MAX_TOUCHED)]
+            self._state.tier.touch(live.space.refs(chunks))
 
     def _cut(self, live: LiveLoad, position: int, reason: Reason) -> None:
         self._give_back(live, live.load.cut(position, reason))
@@ -315,6 +325,7 @@ class Loads:
 
     def _give_back(self, live: LiveLoad, left: LeftOver) -> None:
         for at in left.ready:
+            live.ready.pop(at, None)
             self._state.catalogue.unpin(live.key(at), live.owner)
         for at in left.fetching:
             batch = self._fetches.leave(live.key(at), Waiter(live.load_id, at))
@@ -323,22 +334,29 @@ class Loads:
         self._room_changed = True
 
     def _tell(self, live: LiveLoad) -> None:
-        """Send each joined worker what is ready for it, and where its part ends if it was cut."""
-        for part, connection in list(live.listeners.items()):
+        """Send the joined workers what is ready for them, and where their part ends if it was cut."""
+        unsent, live.unsent = live.unsent, {}
+        for part, listeners in list(live.listeners.items()):
             end = live.load.end
-            places = [p for p in live.unsent.pop(part, ()) if p.chunk - live.first_chunk < end]
-            for at in range(0, len(places), MAX_BATCH):
-                connection.send(PartsReady(load_id=live.load_id, places=tuple(places[at : at + MAX_BATCH])))
-            if end < len(live.load.chunks) and live.told_end.get(part) != end:
+            places = [p for p in unsent.get(part, ()) if p.chunk - live.first_chunk < end]
+            self._say(live, listeners, places)
+            if live.told_end.get(part) != end:
                 live.told_end[part] = end
-                connection.send(
-                    LoadEnded(
-                        load_id=live.load_id,
-                        part=part,
-                        chunk=live.first_chunk + end,
-                        reason=live.load.reason,
-                    )
-                )
+                self._say_end(live, part, listeners)
+
+    def _say(self, live: LiveLoad, listeners: Sequence[Connection], places: Sequence[Place]) -> None:
+        for at in range(0, len(places), MAX_BATCH):
+            message = PartsReady(load_id=live.load_id, places=tuple(places[at : at + MAX_BATCH]))
+            for connection in listeners:
+                connection.send(message)
+
+    def _say_end(self, live: LiveLoad, part: int, listeners: Sequence[Connection]) -> None:
+        """Where the load was cut, if it was."""
+        end, reason = live.load.end, live.load.reason
+        if end < len(live.load.chunks):
+            message = LoadEnded(load_id=live.load_id, part=part, chunk=live.first_chunk + end, reason=reason)
+            for connection in listeners:
+                connection.send(message)
 
     def _watch(self, live: LiveLoad) -> None:
         """One timer per load: the stall timeout while fetching, the deadline, then the lease."""

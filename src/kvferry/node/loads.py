@@ -41,7 +41,7 @@ class LeftOver(NamedTuple):
 
 
 class Load:
-    """chunks: digests in order. part_bytes: size per part number. window_bytes: see the module."""
+    """chunks: digests in order. part_bytes: by part number, 0 where there is none. window_bytes: above."""
 
     def __init__(self, *, chunks: tuple[bytes, ...], part_bytes: tuple[int, ...], window_bytes: int) -> None:
         self.chunks = chunks
@@ -49,7 +49,8 @@ class Load:
         self.reason = Reason.COMPLETE
         self._end = len(chunks)
         self._parts = len(part_bytes)
-        self._states = [PartState.WANTED] * (len(chunks) * self._parts)
+        chunk = [PartState.WANTED if nbytes else PartState.COPIED for nbytes in part_bytes]
+        self._states = chunk * len(chunks)
         self._cursor = 0  # every index before it has left WANTED
         self._held_bytes = 0
         self._window_bytes = window_bytes

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvferry.identity.names import PartKey, PartRef
+from kvferry.identity.names import PartKey
 from kvferry.node.estimate import Estimator, Verdict
 from kvferry.node.framing import split_digests
 from kvferry.node.loading import MAX_LOADS_PER_CONNECTION, Loads
@@ -42,6 +42,7 @@ class _Pending:
     memory: int
     started: float
     probed: Sequence[int] = ()  # positions, counted from first_chunk
+    unprobed: int | None = None  # the first position that the limit left out
     timer: Timer | None = None
 
 
@@ -100,7 +101,7 @@ class Lookups:
 
     def _pin(self, lookup: _Pending, position: int) -> None:
         chunk = lookup.wanted[position]
-        for part in range(len(lookup.space.part_bytes)):
+        for part in lookup.space.parts:
             slot = self._state.catalogue.pin(PartKey(lookup.space.namespace, chunk, part), lookup.owner)
             if slot is not None:
                 lookup.pinned[At(position, part)] = slot
@@ -112,17 +113,15 @@ class Lookups:
             return
         space = lookup.space
         wanted = lookup.wanted
-        most = max(1, MAX_PROBED_PARTS // len(space.part_bytes))
-        lookup.probed = [
+        most = max(1, MAX_PROBED_PARTS // len(space.parts))
+        missing = [
             position
             for position in range(lookup.memory, len(wanted))
             if not self._state.catalogue.run(space.namespace, [wanted[position]])
-        ][:most]
-        refs = [
-            PartRef(PartKey(space.namespace, wanted[position], part), nbytes)
-            for position in lookup.probed
-            for part, nbytes in enumerate(space.part_bytes)
         ]
+        lookup.probed = missing[:most]
+        lookup.unprobed = missing[most] if len(missing) > most else None
+        refs = space.refs([wanted[position] for position in lookup.probed])
         deadline = lookup.started + lookup.asked.max_wait_s
         post = self._state.loop.post
         lookup.timer = self._state.loop.at(deadline, partial(self._probe_late, lookup))
@@ -141,9 +140,10 @@ class Lookups:
     def _probed(self, lookup: _Pending, outcomes: Sequence[Outcome]) -> None:
         if not self._settle(lookup):
             return  # too late, or the engine is gone
-        parts = len(lookup.space.part_bytes)
-        count = len(lookup.wanted)
-        reason = Reason.COMPLETE
+        parts = len(lookup.space.parts)
+        count, reason = len(lookup.wanted), Reason.COMPLETE
+        if lookup.unprobed is not None:
+            count, reason = lookup.unprobed, Reason.LIMIT
         for at, position in enumerate(lookup.probed):
             bad = [o for o in outcomes[at * parts : (at + 1) * parts] if o is not Outcome.OK]
             if bad:
@@ -155,9 +155,6 @@ class Lookups:
                 else:
                     reason = self._missing_reason(lookup, position)
                 break
-        else:
-            if lookup.probed and len(outcomes) // parts < len(lookup.probed):
-                reason = Reason.LIMIT
         for position in range(lookup.memory, count):
             self._pin(lookup, position)
         self._decide(lookup, count, reason)
@@ -183,9 +180,7 @@ class Lookups:
         asked, space = lookup.asked, lookup.space
         self._count_missing(lookup, available, reason)
         tiers = [
-            Tier.MEMORY
-            if all(At(at, part) in lookup.pinned for part in range(len(space.part_bytes)))
-            else Tier.VALKEY
+            Tier.MEMORY if all(At(at, part) in lookup.pinned for part in space.parts) else Tier.VALKEY
             for at in range(available)
         ]
         verdict = self._estimator.decide(asked, space, tiers)
@@ -321,10 +316,4 @@ class Lookups:
         served = lookup.prompt[: lookup.asked.first_chunk] + reach
         due = self._recency.due(space.namespace, served, self._state.loop.clock())
         if due:
-            tier.touch(
-                [
-                    PartRef(PartKey(space.namespace, chunk, part), nbytes)
-                    for chunk in due
-                    for part, nbytes in enumerate(space.part_bytes)
-                ]
-            )
+            tier.touch(space.refs(due))

@@ -113,8 +113,11 @@ class Loop:
             self._guard(self._posted.popleft())
         self._selector.close()
         os.close(self._wake)
+        self._wake = -1
 
     def _signal(self) -> None:
+        if self._wake < 0:
+            return
         with contextlib.suppress(BlockingIOError):  # the counter is full: about to wake anyway
             os.eventfd_write(self._wake, 1)
 
@@ -148,7 +151,7 @@ class Loop:
             watcher.ready(events)
         except Exception as error:  # noqa: BLE001 (top of the driver)
             self._defect(error)
-            watcher.crashed()
+            self._guard(watcher.crashed)
 
     def _guard(self, call: Callable[[], None]) -> None:
         try:

@@ -42,8 +42,9 @@ class Node:
         clock: Callable[[], float] = time.monotonic,
         uid_of: Callable[[socket.socket], int] = peer_uid,
     ) -> None:
-        """tier: used instead of what the settings name. Raises MisconfiguredError, one line."""
+        """tier, token: used instead of what the settings name. Raises MisconfiguredError, one line."""
         self.settings = settings
+        token = token or (settings.token.reveal() if settings.token is not None else "")
         self._started = clock()
         self._closed = False
         self._running = False
@@ -63,7 +64,7 @@ class Node:
                 epoch=secrets.randbits(62) | 1,
                 deadline_cap_s=settings.deadline_cap_ms / 1000,
             )
-            self._app = App(state, statistics=self._snapshot)
+            self._app = App(state, statistics=self._snapshot, domain=settings.domain)
             self._server = Server(
                 settings.socket_path, loop=self._loop, handler=self._app, token=token, uid_of=uid_of
             )

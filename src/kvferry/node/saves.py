@@ -20,6 +20,7 @@ from kvferry.tiers.contract import Outcome, StoreItem
 
 MAX_RESERVATIONS_PER_CONNECTION = 8192
 RESERVATION_LEASE_S = 60.0
+QUARANTINE_S = 3.0  # a client that lost its connection may still be copying into slots that it held
 PROBE_DEADLINE_S = 2.0
 STORE_DEADLINE_S = 30.0
 RETRY_S = 1.0
@@ -99,11 +100,12 @@ class Saves:
         """Publish, and queue for the tier. A slot whose lease has ended is counted and forgotten."""
         state = self._state
         stripes = self._stripes(space, message.part)
-        for filled in message.filled:
-            key = PartKey(space.namespace, filled.digest, message.part)
-            checksums = split_checksums(filled.checksums)
+        entries = [(filled.digest, split_checksums(filled.checksums)) for filled in message.filled]
+        for _, checksums in entries:
             if len(checksums) != stripes:
                 raise RefusedError(f"{len(checksums)} checksums for a part of {stripes} stripes")
+        for digest, checksums in entries:
+            key = PartKey(space.namespace, digest, message.part)
             if not self._release(connection, key):
                 state.counters.store_failed["lease-ended"] += 1
                 continue
@@ -124,14 +126,18 @@ class Saves:
         self._loads.room_changed()
 
     def disconnected(self, connection: Connection) -> None:
-        """Reserved slots come back."""
+        """Reserved slots come back, once nobody can be writing to them any more."""
         owner = self._owners.pop(connection, None)
         if owner is None:
             return
-        if self._held.pop(connection, 0):
-            for lease in [lease for lease in self._leases if lease[0] is connection]:
-                del self._leases[lease]
-                self._state.counters.store_failed["engine-gone"] += 1
+        if not self._held.pop(connection, 0):
+            return
+        for lease in [lease for lease in self._leases if lease[0] is connection]:
+            del self._leases[lease]
+            self._state.counters.store_failed["engine-gone"] += 1
+        self._state.loop.at(self._state.loop.clock() + QUARANTINE_S, partial(self._release_owner, owner))
+
+    def _release_owner(self, owner: Owner) -> None:
         self._state.catalogue.release_owner(owner)
         self._loads.room_changed()
 

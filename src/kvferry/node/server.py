@@ -30,8 +30,8 @@ _CREDENTIALS = struct.Struct("3i")
 class Handler(Protocol):
     """What the node does with connections. Raising RefusedError refuses or closes the connection."""
 
-    def welcome(self, connection: "Connection", hello: Hello) -> tuple[Welcome, int | None]:
-        """A client said hello. Returns the answer and the descriptor that goes with it."""
+    def welcome(self, connection: "Connection", hello: Hello) -> Welcome:
+        """A client said hello. Returns the answer."""
         ...
 
     def message(self, connection: "Connection", message: FromClient) -> None:
@@ -74,6 +74,19 @@ class Connection:
             self.close("slow-reader")
             return
         self._server.unsent.add(self)
+
+    def send_now(self, message: Message, descriptor: int) -> None:
+        """Send with a descriptor. The client waits for it, so that its socket has room."""
+        self.flush()
+        if self._closed:
+            return
+        frame = encode(message)
+        try:
+            sent = 0 if self._unsent else socket.send_fds(self._sock, [frame], [descriptor])
+        except OSError:
+            sent = 0
+        if sent != len(frame):
+            self.close("gone")
 
     def flush(self) -> None:
         """Send what is queued, as much as the socket takes."""
@@ -154,15 +167,10 @@ class Connection:
         if not hmac.compare_digest(hello.token.encode(), self._server.token.encode()):
             self.refuse("the token does not match the node's", "token")
             return
-        welcome, descriptor = self._server.handler.welcome(self, hello)
+        welcome = self._server.handler.welcome(self, hello)
         self.hello = hello
         self._timer.cancel()
-        # The socket is fresh and its buffer empty: this small frame goes out whole.
-        descriptors = [] if descriptor is None else [descriptor]
-        try:
-            socket.send_fds(self._sock, [encode(welcome)], descriptors)
-        except OSError:
-            self.close("gone")
+        self.send(welcome)
 
 
 class Server:

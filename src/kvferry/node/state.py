@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.costs import RateEstimate
-from kvferry.identity.names import PartKey
+from kvferry.identity.names import PartKey, PartRef
 from kvferry.node.counters import Counters
 from kvferry.node.explain import ExplainRing
 from kvferry.node.loop import Loop
@@ -23,7 +23,7 @@ MAX_REMEMBERED_EVICTIONS = 65536
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """As an engine attached it."""
+    """As an engine attached it. A part of 0 bytes does not exist."""
 
     namespace: bytes
     part_bytes: tuple[int, ...]
@@ -35,6 +35,19 @@ class Namespace:
     def chunk_bytes(self) -> int:
         """All parts of one chunk together."""
         return sum(self.part_bytes)
+
+    @property
+    def parts(self) -> list[int]:
+        """The numbers of the parts that exist."""
+        return [part for part, nbytes in enumerate(self.part_bytes) if nbytes]
+
+    def refs(self, chunks: Sequence[bytes]) -> list[PartRef]:
+        """All parts of these chunks, in order."""
+        return [
+            PartRef(PartKey(self.namespace, chunk, part), self.part_bytes[part])
+            for chunk in chunks
+            for part in self.parts
+        ]
 
 
 class Evictions:

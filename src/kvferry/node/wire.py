@@ -31,7 +31,7 @@ Checksums = Annotated[bytes, Meta(max_length=CHECKSUM_BYTES * 4096)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 62))]
 ChunkNumber = Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)]
 PartNumber = Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
-PartSize = Annotated[int, Meta(gt=0, le=MAX_PART_BYTES)]
+PartSize = Annotated[int, Meta(ge=0, le=MAX_PART_BYTES)]
 Seconds = Annotated[float, Meta(ge=0, le=86400)]
 
 
@@ -136,7 +136,7 @@ class Hello(Message, frozen=True):
 
 
 class Attach(Message, frozen=True):
-    """Declare a namespace. part_bytes: size of each part of a chunk, by part number."""
+    """Declare a namespace. part_bytes: by part number; 0 for a part that does not exist."""
 
     namespace: Namespace
     part_bytes: Annotated[tuple[PartSize, ...], Meta(min_length=1, max_length=MAX_PARTS)]
@@ -262,7 +262,7 @@ class Ping(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Accepted. For engines the frame carries the pool's memory as a descriptor (SCM_RIGHTS)."""
+    """Accepted. epoch: names this node process."""
 
     protocol: int
     version: Text
@@ -280,7 +280,10 @@ class Refusal(Message, frozen=True):
 
 
 class Attached(Message, frozen=True):
-    """The namespace is known, or refused when error is not empty."""
+    """The namespace is known, or refused when error is not empty.
+
+    An engine's first one carries the pool's memory as a descriptor (SCM_RIGHTS).
+    """
 
     namespace: Namespace
     error: str = ""

@@ -27,6 +27,7 @@ from kvferry.pool.entries import (
     Owner,
     Reserved,
     Slot,
+    show,
 )
 from kvferry.pool.policy import EvictionPolicy
 from kvferry.pool.room import RoomFinder
@@ -53,7 +54,7 @@ class Catalogue:
         self._evictions = self._evicted_bytes = self._full = self._unreported = 0
 
     def register(self, namespace: bytes, part_bytes: tuple[int, ...], domain: str) -> None:
-        """Announce a namespace and the bytes of each of its parts. Idempotent.
+        """Announce a namespace and the bytes of each of its parts (0: no such part). Idempotent.
 
         Raises RefusedError for bad sizes, for sizes or a domain that differ from those known, and past
         MAX_NAMESPACES.
@@ -68,7 +69,8 @@ class Catalogue:
             return
         if len(namespace) != NAMESPACE_BYTES:
             raise RefusedError(f"namespace of {len(namespace)} bytes: must have {NAMESPACE_BYTES}")
-        if not 0 < len(part_bytes) <= MAX_PARTS or not all(0 < size <= MAX_PART_BYTES for size in part_bytes):
+        sizes_fit = any(part_bytes) and all(0 <= size <= MAX_PART_BYTES for size in part_bytes)
+        if not sizes_fit or len(part_bytes) > MAX_PARTS:
             raise RefusedError(
                 f"part sizes {part_bytes[:8]}: there must be 1 to {MAX_PARTS} of 1 to {MAX_PART_BYTES} bytes"
             )
@@ -85,7 +87,7 @@ class Catalogue:
         space = self._space(namespace)
         for index, chunk in enumerate(chunks):
             parts = space.chunks.get(chunk)
-            if parts is None or len(parts) != len(space.part_bytes):
+            if parts is None or len(parts) != space.part_count:
                 return index
             if not all(entry.readable for entry in parts.values()):
                 return index
@@ -111,7 +113,7 @@ class Catalogue:
         entry = self._find(key)
         holdings = self._owners.get(owner)
         if entry is None or holdings is None or entry not in holdings.pins:
-            raise BrokenError(f"owner {owner} released a pin it does not hold: {_show(key)}")
+            raise BrokenError(f"owner {owner} released a pin it does not hold: {show(key)}")
         holdings.pins[entry] -= 1
         if not holdings.pins[entry]:
             del holdings.pins[entry]
@@ -142,9 +144,9 @@ class Catalogue:
         """
         space = self._space(key.namespace)
         if len(key.chunk) != DIGEST_BYTES or not 0 <= key.part < len(space.part_bytes):
-            raise RefusedError(f"{_show(key)}: no such part, the namespace has {len(space.part_bytes)}")
+            raise RefusedError(f"{show(key)}: no such part, the namespace has {len(space.part_bytes)}")
         if nbytes != space.part_bytes[key.part]:
-            raise RefusedError(f"{_show(key)}: {nbytes} bytes, registered with {space.part_bytes[key.part]}")
+            raise RefusedError(f"{show(key)}: {nbytes} bytes, registered with {space.part_bytes[key.part]}")
         parts = space.chunks.get(key.chunk)
         entry = None if parts is None else parts.get(key.part)
         if entry is not None:
@@ -335,7 +337,7 @@ class Catalogue:
     def _filled(self, key: PartKey, owner: Owner) -> Entry:
         entry = self._find(key)
         if entry is None or entry.filler != owner:
-            raise BrokenError(f"owner {owner} is not filling {_show(key)}; its reservation has ended")
+            raise BrokenError(f"owner {owner} is not filling {show(key)}; its reservation has ended")
         return entry
 
     def _end_filling(self, entry: Entry, owner: Owner) -> None:
@@ -398,7 +400,3 @@ _NOTHING: dict[int, Entry] = {}
 
 def _higher(one: Level, other: Level) -> Level:
     return Level.PROTECTED if Level.PROTECTED in (one, other) else Level.PROBATION
-
-
-def _show(key: PartKey) -> str:
-    return f"part {key.part} of chunk {key.chunk[:8].hex()} in namespace {key.namespace.hex()}"

@@ -115,14 +115,23 @@ class Entry:
 
 
 class Namespace:
-    """A registered namespace: the bytes of each part of a chunk, and the chunks held."""
+    """A registered namespace: the bytes of each part of a chunk, and the chunks held.
 
-    __slots__ = ("chunks", "domain", "part_bytes")
+    part_count: how many of its part numbers exist, that is, have bytes.
+    """
+
+    __slots__ = ("chunks", "domain", "part_bytes", "part_count")
 
     def __init__(self, part_bytes: tuple[int, ...], domain: str) -> None:
         self.part_bytes = part_bytes
+        self.part_count = sum(1 for nbytes in part_bytes if nbytes)
         self.domain = domain
         self.chunks: dict[bytes, dict[int, Entry]] = {}  # chunk digest -> part index -> entry
+
+
+def show(key: PartKey) -> str:
+    """A part, for messages."""
+    return f"part {key.part} of chunk {key.chunk[:8].hex()} in namespace {key.namespace.hex()}"
 
 
 class Holdings:

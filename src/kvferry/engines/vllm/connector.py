@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -24,6 +25,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvferry.client.messages import Tier
 from kvferry.client.scheduler import SchedulerClient
 from kvferry.client.worker import WorkerClient
+from kvferry.config import client_token
 from kvferry.engines.vllm.announced import Announced
 from kvferry.engines.vllm.compat import (
     check_transfer_config,
@@ -78,6 +80,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self.guard = Guard(role.name.lower())
         self._settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config or {})
         self._key = DomainKey.load(self._settings.domain, key_file=self._settings.domain_key_file)
+        self._token = client_token(self._settings.token_file)
         self._unsupported = unsupported_reason(vllm_config, kv_cache_config)
         self._ranks = int(vllm_config.parallel_config.world_size)
         self._pins = Pins(ranks=self._ranks)
@@ -140,7 +143,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except KvferryError as error:
             self._facts = WorkerFacts(0, 0, "", "", "", (), problem=str(error))
             return
-        self._worker = WorkerSide(memory, rank=self._facts.tensor_rank, connect=_connect_worker)
+        self._worker = WorkerSide(
+            memory, rank=self._facts.tensor_rank, connect=partial(_connect_worker, token=self._token)
+        )
         # What the scheduler side will say, unless ranks disagree: the pool is mapped before the first load.
         with contextlib.suppress(KvferryError):
             self._worker.connect(self._assign([self._facts] * self._ranks))
@@ -236,6 +241,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 socket_path=self._settings.socket,
                 engine=assignment.engine,
                 namespace=namespace,
+                token=self._token,
             ),
             pins=self._pins,
             prefill=PrefillWatch(),
@@ -374,9 +380,13 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._adapters = None
 
 
-def _connect_worker(assignment: Assignment, rank: int) -> WorkerClient:
+def _connect_worker(assignment: Assignment, rank: int, *, token: str) -> WorkerClient:
     client = WorkerClient(
-        socket_path=assignment.socket, engine=assignment.engine, rank=rank, namespace=assignment.namespace
+        socket_path=assignment.socket,
+        engine=assignment.engine,
+        rank=rank,
+        namespace=assignment.namespace,
+        token=token,
     )
     # Made with the first plan, which may hold a load already: without this an engine's first hit fails.
     client.wait_connected(FIRST_CONNECT_S)

@@ -11,15 +11,25 @@ from kvferry.errors import MisconfiguredError
 
 DEFAULT_DOMAIN = "default"
 MAX_DEADLINE_CAP_MS = 600_000
-_KEYS = ("socket", "chunk_tokens", "deadline_cap_ms", "domain", "domain_key_file", "model_name", "revision")
+_KEYS = (
+    "socket",
+    "chunk_tokens",
+    "deadline_cap_ms",
+    "domain",
+    "domain_key_file",
+    "token_file",
+    "model_name",
+    "revision",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorSettings:
     """socket: the node's. chunk_tokens: None takes the engine's default. deadline_cap_ms: 0 takes the node's.
 
-    domain, domain_key_file: the trust domain and its key. model_name, revision: name the weights where
-    they cannot be read from a local directory.
+    domain, domain_key_file: the trust domain and its key. token_file: what the node asks for; None takes
+    $KVFERRY_TOKEN or $KVFERRY_TOKEN_FILE. model_name, revision: name the weights where they cannot be
+    read from a local directory.
     """
 
     socket: Path
@@ -27,6 +37,7 @@ class ConnectorSettings:
     deadline_cap_ms: int = 0
     domain: str = DEFAULT_DOMAIN
     domain_key_file: Path | None = None
+    token_file: Path | None = None
     model_name: str | None = None
     revision: str | None = None
 
@@ -39,12 +50,14 @@ def parse_settings(extra: Mapping[str, Any], *, environ: Mapping[str, str] = os.
                 f"unknown key in kv_connector_extra_config: {key}; {suggestion(key, _KEYS)}"
             )
     socket, key_file = _text(extra, "socket"), _text(extra, "domain_key_file")
+    token_file = _text(extra, "token_file")
     return ConnectorSettings(
         socket=Path(socket) if socket else default_socket_path(environ),
         chunk_tokens=_count(extra, "chunk_tokens", highest=1 << 20),
         deadline_cap_ms=_count(extra, "deadline_cap_ms", highest=MAX_DEADLINE_CAP_MS) or 0,
         domain=_text(extra, "domain") or DEFAULT_DOMAIN,
         domain_key_file=Path(key_file) if key_file else None,
+        token_file=Path(token_file) if token_file else None,
         model_name=_text(extra, "model_name"),
         revision=_text(extra, "revision"),
     )
