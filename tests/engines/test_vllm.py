@@ -163,7 +163,7 @@ class TestTwoReplicas:
         asked = prompt(5, 700)
         own = replicas.a.generate(asked)
         replicas.b.close()
-        fresh = replicas.start("c", cores="1", num_gpu_blocks_override=14).ready()
+        fresh = replicas.start("c", cores="1", num_gpu_blocks_override=14, max_model_len=1024).ready()
         assert _until_cached(fresh, asked, 640)["tokens"] == own["tokens"]
         many = [{"prompt": prompt(10 + n, 500), "params": {"max_tokens": 150}} for n in range(6)]
         scarce = [found["tokens"] for found in fresh.ask("generate", many=many)]
