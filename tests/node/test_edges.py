@@ -158,7 +158,10 @@ def test_a_slot_of_a_lost_connection_is_not_given_away_while_its_engine_may_stil
     at_rest(node)
 
 
-def test_a_refused_commit_publishes_nothing_of_its_message(node: Node, engine: Engine) -> None:
+def test_a_refused_commit_publishes_nothing_of_its_message(
+    node: Node, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saves, "QUARANTINE_S", 0.1)
     good, bad = digests(2)
     slots = engine.worker.reserve([], [good, bad], part=0, timeout_s=WAIT_S)
     for slot in slots:

@@ -231,6 +231,7 @@ class WorkerClient:
 
     def connected_to(self, welcome: Welcome, descriptor: int | None) -> None:
         """See ``connection.Listener``."""
+        self._changed.notify_all()
         if descriptor is None:
             return
         if self._mapping is not None and welcome.epoch == self._epoch:
@@ -240,7 +241,6 @@ class WorkerClient:
             self._mapping = None
         self._mapping = ArenaMapping.attach(descriptor, welcome.pool_bytes)
         self._epoch = welcome.epoch
-        self._changed.notify_all()
 
     def message(self, message: FromNode) -> None:
         """See ``connection.Listener``."""

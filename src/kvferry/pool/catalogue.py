@@ -56,8 +56,7 @@ class Catalogue:
     def register(self, namespace: bytes, part_bytes: tuple[int, ...], domain: str) -> None:
         """Announce a namespace and the bytes of each of its parts (0: no such part). Idempotent.
 
-        Raises RefusedError for bad sizes, for sizes or a domain that differ from those known, and past
-        MAX_NAMESPACES.
+        Raises RefusedError for bad or differing sizes, another domain, and past MAX_NAMESPACES.
         """
         known = self._namespaces.get(namespace)
         if known is not None:
@@ -227,8 +226,6 @@ class Catalogue:
         evicted = list(self._evicted)
         self._evicted.clear()
         return evicted
-
-    # --- looking
 
     def statistics(self) -> CatalogueStatistics:
         """A snapshot, in constant time."""
