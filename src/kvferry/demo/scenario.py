@@ -77,7 +77,7 @@ class Scenario:
         """A computes the prefix; afterwards it is saved in the background."""
         before = self.fleet.node_view.committed_parts()
         reply = self.ask("A", 0, "cold")
-        self._facts = Facts(reply, block_digests(self.replica("A")))
+        self.establish(Facts(reply, block_digests(self.replica("A"))))
         took = self.wait_saved(more_than=before)
         return self.step(
             "cold",
@@ -186,6 +186,10 @@ class Scenario:
             raise KvferryError("the cold step comes first")
         return self._facts
 
+    def establish(self, facts: Facts) -> None:
+        """From here on, steps are compared with these."""
+        self._facts = facts
+
     @property
     def boundary(self) -> int:
         """Tokens that a perfect cache reuses."""
@@ -239,8 +243,8 @@ class Scenario:
         blocks = None
         if loaded or computed_like:
             digests = block_digests(self.replica(replica))
-            wanted = len(computed_like) or reply.cached_tokens // self.block_tokens
-            blocks = check_blocks(digests, self.facts.computed, wanted=wanted)
+            expected = len(computed_like) or reply.cached_tokens // self.block_tokens
+            blocks = check_blocks(digests, self.facts.computed, wanted=expected)
         return Step(
             key=key,
             title=title,
