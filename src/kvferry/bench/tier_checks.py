@@ -79,22 +79,25 @@ def _info(server: Server, name: str) -> str:
     raise BrokenError(f"INFO memory does not tell {name}")
 
 
-def shards_add_up(total_bytes: int, rounds: int) -> tuple[list[float], list[float]]:
+def shards_add_up(parts_per_shard: int, rounds: int) -> tuple[list[float], list[float]]:
     """GET bytes/s through one throttled server and through three, ``rounds`` times, interleaved.
 
-    The parts are of one stripe each and spread evenly, so that the figure shows what the client can do;
-    a single short load of random keys is as uneven as chance makes it.
+    The parts are of one stripe each, and each of the three servers has ``parts_per_shard`` of them, so that
+    the figure shows what the client can do; a single short load of random keys is as uneven as chance makes
+    it. The first round warms up and is not counted.
     """
     with contextlib.ExitStack() as stack:
         part_bytes = LARGEST_CLASS_BYTES - STRIPE_OVERHEAD_BYTES
+        total_bytes = SHARDS * parts_per_shard * part_bytes
         parts = stack.enter_context(parts_in_memory(part_bytes, total_bytes, digest=_evenly_spread))
         arms = [stack.enter_context(_throttled_cluster(parts, count)) for count in (1, SHARDS)]
         rates: tuple[list[float], list[float]] = ([], [])
-        for _ in range(rounds):
+        for number in range(rounds + 1):
             for arm, found in zip(arms, rates, strict=True):
                 began = time.perf_counter()
                 arm.get(parts)
-                found.append(parts.nbytes / (time.perf_counter() - began))
+                if number:
+                    found.append(parts.nbytes / (time.perf_counter() - began))
     return rates
 
 

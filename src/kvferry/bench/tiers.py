@@ -30,6 +30,7 @@ PART_MIB = (2.5, 4.0, 6.0, 10.0, 32.0)
 ROUNDS = 9
 SAMPLE_BYTES = 256 << 20
 CHECKS = ("transfers", "tls", "allocator", "shards")
+SHARD_PARTS = 32
 WANTED_RATIO = 0.90
 WANTED_GET_CPU_S_GB = 0.22
 Progress = Callable[[str], None]
@@ -134,7 +135,7 @@ def run(
     if "shards" in checks:
         with _or_why(report, "shards"):
             progress(f"{SHARDS} throttled shards")
-            one, three = shards_add_up(min(sample_bytes, 64 << 20), min(rounds, 5))
+            one, three = shards_add_up(max(1, min(sample_bytes >> 20, SHARD_PARTS)), min(rounds, 5))
             report.shards = {
                 "one_mb_s": statistics.median(one) / 1e6,
                 "three_mb_s": statistics.median(three) / 1e6,

@@ -17,6 +17,10 @@ _CHUNK_BYTES = 64 << 10
 _LINGER_RESET = struct.pack("ii", 1, 0)
 
 
+_BURST_S = 0.02
+"""How much time a throttle may catch up: a machine that is busy elsewhere must not lower the rate."""
+
+
 class Throttle:
     """A rate shared by every connection of one direction."""
 
@@ -29,7 +33,7 @@ class Throttle:
         """Sleep until ``nbytes`` more may pass."""
         with self._lock:
             now = time.monotonic()
-            starts_at = max(now, self._free_at)
+            starts_at = max(now - _BURST_S, self._free_at)
             self._free_at = starts_at + nbytes / self._rate_bytes_s
         if starts_at > now:
             time.sleep(starts_at - now)
