@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.demo.prompts import QUESTIONS, prompt_set, shared_tokens
@@ -22,6 +22,7 @@ def _words(messages: Sequence[dict[str, str]]) -> tuple[int, ...]:
     return tuple(found)
 
 
+@settings(deadline=None)
 @given(block=st.sampled_from([64, 128, 256]), target=st.integers(2000, 7000))
 def test_no_question_completes_a_block_beyond_the_shared_ones(block: int, target: int) -> None:
     made = prompt_set(_words, target_tokens=target, block_tokens=block, max_tokens=MAX_TOKENS)
