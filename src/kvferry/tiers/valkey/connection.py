@@ -127,7 +127,8 @@ class Connection:
         """The next reply, of a GET: its payload into ``into``; the checksum its header promises.
 
         None if the key is absent. Length and header are verified before ``into`` is written; CorruptError
-        then leaves the payload unread. Whether the payload has that checksum is for the caller to see.
+        then leaves the payload unread. Whether the payload has that checksum is for the caller to see; that
+        the value ends where it should is seen with the next reply.
         """
         stored_bytes = HEADER_BYTES + name.stripe.nbytes
         expected = b"$%d" % stored_bytes
@@ -137,7 +138,7 @@ class Connection:
         header = self._reader.small(HEADER_BYTES, patience)
         checksum = verify_header(header, name.key, part_bytes=name.part_bytes, stripe=name.stripe)
         self._reader.into(into, patience)
-        self._reader.end_of_bulk(patience)
+        self._reader.owe_end_of_bulk()
         return checksum
 
     def _no_value(self, line: bytes, stored_bytes: int) -> ServerError | None:

@@ -4,6 +4,7 @@ import enum
 import ssl
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvferry.tiers.valkey.jobs import Cause, Job, Verb, Verdict
@@ -70,16 +71,15 @@ class LaneQueue:
         self.limit = limit
         self.closed = False
 
-    def put(self, job: Job) -> Cause | None:
-        """Queue ``job``, or say why not."""
+    def put(self, jobs: Sequence[Job]) -> tuple[Cause | None, Sequence[Job]]:
+        """Queue ``jobs``; those that were not, and why. One wake-up for all of them."""
         with self.ready:
             if self.closed:
-                return Cause.CLOSED
-            if len(self.jobs) >= self.limit:
-                return Cause.QUEUE_FULL
-            self.jobs.append(job)
-            self.ready.notify()
-        return None
+                return Cause.CLOSED, jobs
+            room = max(self.limit - len(self.jobs), 0)
+            self.jobs.extend(jobs[:room])
+            self.ready.notify(len(jobs))
+        return (Cause.QUEUE_FULL, jobs[room:]) if len(jobs) > room else (None, ())
 
     def take(self, most: int, most_bytes: int, *, wait: bool) -> list[Job] | None:
         """Up to ``most`` jobs of ``most_bytes`` (always one if ``wait``); None once closed."""

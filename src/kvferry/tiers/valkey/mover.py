@@ -38,6 +38,8 @@ class Mover(threading.Thread):
         self._shard = shard
         self._queue = queue
         self._depth = SMALL_BATCH if lane is Lane.SMALL else shard.settings.pipeline_depth
+        # Small reads are refilled by halves, several commands to a system call; the rest as room comes.
+        self._refill = max(self._depth // 2, 1) if lane is Lane.FETCH else 1
         self._connection: Connection | None = None
         self._generation = 0
         self._inflight: deque[Job] = deque()
@@ -71,14 +73,17 @@ class Mover(threading.Thread):
 
     def _turn(self) -> bool:
         """Fill the pipeline, then take one reply off it. False when there is nothing left to do."""
-        room_bytes = self._shard.settings.pipeline_bytes - self.inflight_bytes
+        jobs: list[Job] | None = []
         room = self._depth - len(self._inflight)
-        jobs = self._queue.take(room, room_bytes, wait=not self._inflight) if room > 0 else []
+        if room >= self._refill:
+            room_bytes = self._shard.settings.pipeline_bytes - self.inflight_bytes
+            jobs = self._queue.take(room, room_bytes, wait=not self._inflight)
         if jobs is None:  # closed
             self._give_up()
             return False
         try:
-            self._send(jobs)
+            if jobs:
+                self._send(jobs)
             if self._inflight:
                 self._receive(self._inflight[0])
         except (DroppedError, StalledError, ExpiredError) as error:

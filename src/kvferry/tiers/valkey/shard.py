@@ -3,6 +3,7 @@
 import ssl
 import threading
 import time
+from collections.abc import Sequence
 
 from kvferry.tiers.breaker import Breaker
 from kvferry.tiers.valkey.jobs import Cause, Job, Verdict
@@ -60,21 +61,22 @@ class Shard:
         movers = (mover for of in self._movers.values() for mover in of)
         return not self.has_queued and not any(mover.is_busy for mover in movers)
 
-    def submit(self, job: Job) -> None:
-        """Queue a job, or end it as refused."""
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue jobs of one lane, or end them as refused."""
         if self.is_open:
-            job.end(Verdict.REFUSED, Cause.BREAKER_OPEN)
+            for job in jobs:
+                job.end(Verdict.REFUSED, Cause.BREAKER_OPEN)
             return
-        lane = LANES[job.verb]
+        lane = LANES[jobs[0].verb]
         if lane not in self._started:
             self._start(lane)
-        cause = self._queues[lane].put(job)
-        if cause is Cause.CLOSED:
-            self.routes.retry(job)  # this shard left the map meanwhile, or the tier closes
-        elif cause is not None:
-            job.end(Verdict.REFUSED, cause)
-        else:
-            self._refuse_if_opened()
+        cause, left = self._queues[lane].put(jobs)
+        for job in left:
+            if cause is Cause.CLOSED:
+                self.routes.retry(job)  # this shard left the map meanwhile, or the tier closes
+            else:
+                job.end(Verdict.REFUSED, Cause.QUEUE_FULL)
+        self._refuse_if_opened()
 
     def _refuse_if_opened(self) -> None:
         """The breaker may have opened since it was asked, and nobody else would empty the queue."""

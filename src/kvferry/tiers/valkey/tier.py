@@ -87,7 +87,7 @@ class ValkeyTier:
             return
         operation = Operation(deadline)
         parts = [self._part(operation, index, ref, report) for index, ref in enumerate(refs)]
-        self._dispatch([job for part in reversed(parts) for job in small_jobs(part, Verb.TOUCH)])
+        self._router.dispatch_all([job for part in reversed(parts) for job in small_jobs(part, Verb.TOUCH)])
 
     def fetch(
         self, items: Sequence[FetchItem], *, deadline: float, done: Callable[[int, FetchResult], None]
@@ -104,7 +104,7 @@ class ValkeyTier:
         for index, item in enumerate(items):
             part = self._part(operation, index, item.ref, report)
             jobs += fetch_jobs(part, _exactly(item.into, item.ref.nbytes))
-        self._dispatch(jobs)
+        self._router.dispatch_all(jobs)
         return operation
 
     def store(
@@ -123,7 +123,7 @@ class ValkeyTier:
         for index, item in enumerate(items):
             part = self._part(operation, index, item.ref, report)
             jobs += store_jobs(part, _exactly(item.data, item.ref.nbytes), item.checksums)
-        self._dispatch(jobs)
+        self._router.dispatch_all(jobs)
         return operation
 
     def touch(self, refs: Sequence[PartRef]) -> None:
@@ -169,21 +169,17 @@ class ValkeyTier:
     def _background(self, refs: Sequence[PartRef], verb: Verb) -> None:
         operation = Operation(time.monotonic() + REMOVE_S)
         parts = [self._part(operation, index, ref, _ignore) for index, ref in enumerate(refs)]
-        self._dispatch([job for part in reversed(parts) for job in small_jobs(part, verb)])
+        self._router.dispatch_all([job for part in reversed(parts) for job in small_jobs(part, verb)])
 
     def _undo(self, part: Part) -> None:
         """Remove what a failed store wrote, and only that: another node may be storing the same part."""
         operation = Operation(time.monotonic() + REMOVE_S)
         undone = Part(operation, part.index, part.ref, jobs=len(part.written), report=_ignore)
-        self._dispatch(undo_jobs(undone, part.written))
+        self._router.dispatch_all(undo_jobs(undone, part.written))
 
     @staticmethod
     def _part(operation: Operation, index: int, ref: PartRef, report: Callable[[Part], None]) -> Part:
         return Part(operation, index, ref, jobs=len(stripe_plan(ref.nbytes)), report=report)
-
-    def _dispatch(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            self._router.dispatch(job)
 
     def _count(self, part: Part, counter: list[int] | None) -> None:
         outcome = part.outcome
