@@ -24,6 +24,7 @@ from kvferry.engines.vllm.scheduler import SchedulerSide
 from kvferry.engines.vllm.transfers import Stream
 from kvferry.engines.vllm.worker import WorkerSide
 from kvferry.identity.domain import DomainKey
+from kvferry.node.counters import NodeStatistics
 from kvferry.node.node import Node
 from kvferry.testing.connector_contract import BLOCK_TOKENS
 from kvferry.testing.fake_engine import FakeEngine, Kv
@@ -180,13 +181,14 @@ class SideFleet:
 
     def node_is_idle(self) -> None:
         """Fails while the node holds a pin, a load or a reservation of any engine."""
-        give_up = time.monotonic() + 5
-        while time.monotonic() < give_up:
-            found = self.node.statistics()
-            if not (found.loads or found.catalogue.pins or found.catalogue.filling_parts):
-                return
-            time.sleep(0.01)
-        raise AssertionError(f"the node still holds something: {found}")
+        self._wait_for(lambda at: not (at.loads or at.catalogue.pins or at.catalogue.filling_parts))
+
+    def _wait_for(self, done: Callable[[NodeStatistics], bool]) -> None:
+        give_up = time.monotonic() + 20
+        while not done(found := self.node.statistics()):
+            if time.monotonic() > give_up:
+                raise AssertionError(f"the node still holds something: {found}")
+            time.sleep(0.005)
 
     def stop_node(self) -> None:
         self.node.close()
@@ -195,7 +197,9 @@ class SideFleet:
         mapping = self._stores[0].client.mapping
         assert mapping is not None
         pool = np.frombuffer(mapping.view(0, POOL_BYTES), dtype=np.uint8)
-        pool ^= 1
+        # Not while a slot is being filled: its writer would sign the damage. And never back to what it was.
+        self._wait_for(lambda found: not found.catalogue.filling_parts)
+        pool += 1
 
     def hold_loads(self) -> Callable[[], None]:
         self._gate.clear()
