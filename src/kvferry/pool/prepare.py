@@ -15,7 +15,7 @@ from kvferry.pool import pages
 from kvferry.pool.arena import ArenaMapping
 
 # A step holds the process's memory lock: whoever faults or maps meanwhile, the node's loop above all, waits
-# until it ends. One huge page at a time (5 ms) costs no more in total than 64 MiB at once, which stalled lookups.
+# until it ends. One huge page at a time costs no more in total than 64 MiB at once, which stalled lookups.
 STEP_BYTES = pages.HUGE_BYTES
 DUTY = 0.5  # share of one core at most
 MAX_COLLAPSE_REFUSALS = 4
