@@ -84,7 +84,11 @@ _OUTCOMES = {
 
 def stripe_key(key: PartKey, stripe: int) -> bytes:
     """The name of a stripe's value in Valkey (docs/spec/valkey-keys.md). Without braces: no hash tag."""
-    return b"kvf1:%b:%b:%d:%d" % (key.namespace.hex().encode(), key.chunk.hex().encode(), key.part, stripe)
+    return b"%b%d" % (_part_prefix(key), stripe)
+
+
+def _part_prefix(key: PartKey) -> bytes:
+    return f"kvf1:{key.namespace.hex()}:{key.chunk.hex()}:{key.part}:".encode()
 
 
 class Operation:
@@ -109,6 +113,7 @@ class Part:
         "checksums",
         "index",
         "operation",
+        "prefix",
         "ref",
         "report",
         "verdict",
@@ -128,6 +133,7 @@ class Part:
         self.operation = operation
         self.index = index
         self.ref = ref
+        self.prefix = _part_prefix(ref.key)
         self.report = report
         self.verdict = Verdict.OK
         self.cause = Cause.NONE
@@ -195,7 +201,7 @@ class Job:
         self.payload = payload
         self.header = header
         self.storing = verb is Verb.TOUCH and payload is not None
-        self.key = stripe_key(part.ref.key, stripe.index)
+        self.key = b"%b%d" % (part.prefix, stripe.index)
         self.slot = key_slot(self.key)
         self.deadline = part.operation.deadline
         self.decided: tuple[Verdict, Cause] | None = None
