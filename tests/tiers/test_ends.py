@@ -165,6 +165,14 @@ def test_a_host_that_cannot_be_a_name_is_one_line(host: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_seeds_that_hang_do_not_use_up_the_time_of_one_that_answers(server: Server) -> None:
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(8)]
+        seeds = [Address("127.0.0.1", sock.getsockname()[1]) for sock in silent]
+        tier = ValkeyTier.connect(ValkeySettings(ValkeyUrl((*seeds, server.address))))
+        tier.close()
+
+
 def test_a_resolver_that_hangs_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
     real = socket.getaddrinfo

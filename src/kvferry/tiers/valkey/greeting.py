@@ -1,6 +1,7 @@
 """The start-up check: are these servers Valkey, may we use them, and what should their owner know?"""
 
 import ssl
+import time
 from dataclasses import dataclass, field
 
 from kvferry.errors import KvferryError, MisconfiguredError
@@ -23,11 +24,16 @@ class ServerReport:
 
 
 def inspect_servers(settings: ValkeySettings, *, tls: ssl.SSLContext | None, deadline: float) -> ServerReport:
-    """Ask the first seed that answers. MisconfiguredError, one line, if none does or it will not do."""
+    """Ask the first seed that answers. MisconfiguredError, one line, if none does or it will not do.
+
+    Seeds share the time that is left, so that some that hang leave the others theirs.
+    """
     failures: list[str] = []
-    for seed in settings.url.seeds:
+    for number, seed in enumerate(settings.url.seeds):
+        now = time.monotonic()
+        share_s = (deadline - now) / (len(settings.url.seeds) - number)
         try:
-            return _inspect(seed, settings, tls=tls, deadline=deadline)
+            return _inspect(seed, settings, tls=tls, deadline=now + share_s)
         except ProtocolError as error:
             raise MisconfiguredError(f"{seed} does not answer like Valkey: {error}") from error
         except MisconfiguredError:
