@@ -13,7 +13,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which tier of which node, and how much of it."""
     parser.add_argument("tier", choices=["memory"], help="the tier to empty")
     parser.add_argument("--namespace", metavar="HEX", help="only this namespace (default: all)")
-    parser.add_argument("--socket", type=Path, default=default_socket_path(), help="the node's socket")
+    parser.add_argument(
+        "--socket",
+        type=Path,
+        metavar="PATH",
+        default=default_socket_path(),
+        help="the node's socket (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="the answer for programs")
 
 
@@ -40,6 +46,7 @@ def _namespace(text: str | None) -> bytes:
         namespace = b""
     if len(namespace) != NAMESPACE_BYTES:
         raise MisconfiguredError(
-            f"--namespace {text!r} is not {2 * NAMESPACE_BYTES} hexadecimal digits; kvferry explain shows it"
+            f"--namespace {text!r} is not {2 * NAMESPACE_BYTES} hexadecimal digits; the engine's log line "
+            "`kvferry: chunks of ...` names it"
         )
     return namespace

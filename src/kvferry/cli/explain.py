@@ -37,7 +37,13 @@ MEANING = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which request of which node."""
     parser.add_argument("request", help="id of the API response, or the beginning of one")
-    parser.add_argument("--socket", type=Path, default=default_socket_path(), help="the node's socket")
+    parser.add_argument(
+        "--socket",
+        type=Path,
+        metavar="PATH",
+        default=default_socket_path(),
+        help="the node's socket (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="the whole record, for programs")
 
 
@@ -67,8 +73,9 @@ def render(record: dict[str, Any]) -> str:
         lines.append(f"load      ended{at}: {_reason(record['load_reason'])}; the rest was recomputed")
     lines.append(
         f"times     lookup {duration(record['lookup_s'])}, load {duration(record['load_s'])} "
-        f"(estimate {duration(record['load_estimate_s'])}, "
-        f"recompute {duration(record['recompute_estimate_s'])}, deadline {duration(record['deadline_s'])})"
+        f"(estimate {duration(record['load_estimate_s'] or None)}, "
+        f"recompute {duration(record['recompute_estimate_s'] or None)}, "
+        f"deadline {duration(record['deadline_s'])})"
     )
     return "\n".join(lines + _seen_by_engine(record["report"]))
 
@@ -104,7 +111,8 @@ def main(args: argparse.Namespace) -> int:
         print("\n\n".join(map(render, records)))
     if not records:
         print(
-            f"kvferry: the node knows no request {args.request!r}; it keeps the newest few thousand",
+            f"kvferry: the node knows no request {args.request!r}; it keeps the newest few thousand: "
+            "ask the node on the host of the engine that answered",
             file=sys.stderr,
         )
     return 0 if records else 1

@@ -8,10 +8,19 @@ from typing import Any
 from kvferry.cli.table import causes, count, duration, share, table
 from kvferry.config import client_token, default_socket_path, format_size
 
+# Details of a tier that are sentences: each gets a line of its own under the table.
+_LINES = ("warning", "breaker_open")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which node, and for whom the answer is."""
-    parser.add_argument("--socket", type=Path, default=default_socket_path(), help="the node's socket")
+    parser.add_argument(
+        "--socket",
+        type=Path,
+        metavar="PATH",
+        default=default_socket_path(),
+        help="the node's socket (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="the whole status, for programs")
 
 
@@ -57,7 +66,10 @@ def _tiers(status: dict[str, Any], counters: dict[str, Any]) -> str:
             [
                 tier["name"],
                 tier["state"],
-                ", ".join(f"{name} {value}" for name, value in sorted(tier["detail"].items())) or "-",
+                ", ".join(
+                    f"{name} {tier['detail'][name]}" for name in sorted(tier["detail"]) if name not in _LINES
+                )
+                or "-",
                 *_hits(counters, tier["name"]),
                 format_size(tier["fetched_bytes"]),
                 format_size(tier["stored_bytes"]),
@@ -67,8 +79,12 @@ def _tiers(status: dict[str, Any], counters: dict[str, Any]) -> str:
     text = table(
         ["TIER", "STATE", "HOLDS", "HIT TOKENS", "HIT BYTES", "READ", "WRITTEN", "EVICTED PARTS"], rows
     )
-    if tier is not None and any(tier["failed"].values()):
-        text += f"\n{tier['name']} failures: {causes(tier['failed'])}"
+    if tier is not None:
+        for name in _LINES:
+            if name in tier["detail"]:
+                text += f"\n{tier['name']} {name.replace('_', ' ')}: {tier['detail'][name]}"
+        if any(tier["failed"].values()):
+            text += f"\n{tier['name']} failures: {causes(tier['failed'])}"
     return text
 
 

@@ -41,7 +41,8 @@ def open_socket(path: Path, timeout_s: float) -> socket.socket:
     except OSError as error:
         sock.close()
         raise ClosedError(
-            f"no node answers at {path} ({error.strerror or error}); is one running?"
+            f"no node answers at {path} ({error.strerror or error}): start one with kvferry node, or "
+            "name its socket with --socket or KVFERRY_SOCKET"
         ) from error
     uid = _CREDENTIALS.unpack(raw)[1]
     if uid not in (os.getuid(), 0):

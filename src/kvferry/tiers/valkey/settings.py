@@ -14,7 +14,7 @@ def _fetch_connections() -> int:
 
 @dataclass(frozen=True, slots=True)
 class ValkeySettings:
-    """``docs/decisions/valkey-connections.md`` has the measurements behind the defaults.
+    """``docs/decisions/valkey-threads.md`` has the measurements behind the defaults.
 
     fetch_connections, store_connections: per shard; one more serves probes, touches and removals.
     pipeline_depth, pipeline_bytes: commands and bytes in flight on one connection, at most.
