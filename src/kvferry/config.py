@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from kvferry.errors import MisconfiguredError
 from kvferry.tiers.valkey.url import ValkeyUrl, parse_url
+from kvferry.values import parse_count, parse_domain, parse_path, parse_socket_path
 
 ENVIRONMENT_PREFIX = "KVFERRY_"
 # Read elsewhere than by a node: not settings of one, and no mistake either.
@@ -25,8 +26,10 @@ DEFAULT_POOL_BYTES = 4 << 30
 DEFAULT_DEADLINE_CAP_MS = 5000
 DEFAULT_METRICS_PORT = 9471
 MAX_SECRET_BYTES = 4096
+MAX_CONFIGURATION_BYTES = 1 << 20
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_NO_LINE = re.compile(r"[\r\n\0\ud800-\udfff]")
 
 
 class Secret:
@@ -81,8 +84,9 @@ def default_socket_path(environ: Mapping[str, str] = os.environ) -> Path:
     """Where node and engines of this user meet when nobody says otherwise."""
     if chosen := environ.get("KVFERRY_SOCKET"):
         return Path(chosen)
-    if runtime := environ.get("XDG_RUNTIME_DIR"):
-        return Path(runtime) / "kvferry" / "node.sock"
+    runtime = Path(environ.get("XDG_RUNTIME_DIR", ""))
+    if runtime.is_absolute() and runtime.is_dir():
+        return runtime / "kvferry" / "node.sock"
     return Path(f"/tmp/kvferry-{os.getuid()}") / "node.sock"
 
 
@@ -107,17 +111,6 @@ def format_size(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
-def parse_count(text: str | int, *, lowest: int, highest: int) -> int:
-    """A whole number within bounds. Raises MisconfiguredError."""
-    try:
-        number = int(text)
-    except (TypeError, ValueError) as error:
-        raise MisconfiguredError(f"{text!r} is not a whole number") from error
-    if not lowest <= number <= highest:
-        raise MisconfiguredError(f"{number} is outside {lowest} to {highest}")
-    return number
-
-
 def _parse_port(text: str | int) -> int:
     return parse_count(text, lowest=0, highest=65535)
 
@@ -126,8 +119,18 @@ def _parse_deadline(text: str | int) -> int:
     return parse_count(text, lowest=10, highest=600_000)
 
 
-def _parse_path(text: str) -> Path:
-    return Path(text).expanduser()
+def _parse_url_text(text: object) -> str:
+    if not isinstance(text, str) or _NO_LINE.search(text):
+        raise MisconfiguredError("the URL (not shown) is not one line of text; write valkey://host:6379")
+    return text
+
+
+def _parse_secret(text: str) -> Secret:
+    if not 0 < len(os.fsencode(text)) <= MAX_SECRET_BYTES or _NO_LINE.search(text):
+        raise MisconfiguredError(
+            f"the secret (not shown) is not one line of 1 to {MAX_SECRET_BYTES} bytes; unset it or correct it"
+        )
+    return Secret(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +157,13 @@ class Setting:
 
 NODE_SETTINGS = (
     Setting("pool", parse_size, "SIZE", "host memory for KV, like 16GiB (default 4GiB)", "pool_bytes"),
-    Setting("valkey", str, "URL", "valkey://host:port, or valkeys:// for TLS (default: none)", "valkey"),
+    Setting(
+        "valkey",
+        _parse_url_text,
+        "URL",
+        "valkey://host:port, or valkeys:// for TLS (default: none)",
+        "valkey",
+    ),
     Setting(
         "deadline_cap_ms",
         _parse_deadline,
@@ -162,7 +171,7 @@ NODE_SETTINGS = (
         f"longest a load may take (default {DEFAULT_DEADLINE_CAP_MS})",
         "deadline_cap_ms",
     ),
-    Setting("socket", _parse_path, "PATH", "where engines of this host find the node", "socket_path"),
+    Setting("socket", parse_socket_path, "PATH", "where engines of this host find the node", "socket_path"),
     Setting(
         "metrics_port",
         _parse_port,
@@ -170,13 +179,13 @@ NODE_SETTINGS = (
         f"Prometheus metrics on loopback; 0: none (default {DEFAULT_METRICS_PORT})",
         "metrics_port",
     ),
-    Setting("valkey_password", Secret, "TEXT", "", "valkey_password", environment_only=True),
+    Setting("valkey_password", _parse_secret, "TEXT", "", "valkey_password", environment_only=True),
     Setting(
-        "valkey_password_file", _parse_path, "PATH", "file that holds Valkey's password", "valkey_password"
+        "valkey_password_file", parse_path, "PATH", "file that holds Valkey's password", "valkey_password"
     ),
-    Setting("domain", str, "NAME", "trust domain to serve (default: the first engine's)", "domain"),
-    Setting("token", Secret, "TEXT", "the token itself", "token", environment_only=True),
-    Setting("token_file", _parse_path, "PATH", "file with a token that clients must show", "token"),
+    Setting("domain", parse_domain, "NAME", "trust domain to serve (default: the first engine's)", "domain"),
+    Setting("token", _parse_secret, "TEXT", "the token itself", "token", environment_only=True),
+    Setting("token_file", parse_path, "PATH", "file with a token that clients must show", "token"),
 )
 
 
@@ -184,7 +193,7 @@ def load_node_settings(
     flags: Mapping[str, str | None] | None = None,
     *,
     environ: Mapping[str, str] = os.environ,
-    config_path: Path | None = None,
+    config_path: Path | str | None = None,
 ) -> NodeSettings:
     """Merge flags over environment over file and check the result against this host.
 
@@ -193,11 +202,10 @@ def load_node_settings(
     """
     texts: dict[str, tuple[object, str]] = {}
     if config_path is None and "KVFERRY_CONFIG" in environ:
-        config_path = Path(environ["KVFERRY_CONFIG"])
+        config_path = _named_file("KVFERRY_CONFIG", environ["KVFERRY_CONFIG"])
     if config_path is not None:
-        texts.update(
-            {name: (value, f"{name} in {config_path}") for name, value in _file(config_path).items()}
-        )
+        path = config_path if isinstance(config_path, Path) else _named_file("--config", config_path)
+        texts.update({name: (value, f"{name} in {path}") for name, value in _file(path).items()})
     texts.update(_environment(environ))
     for name, given in (flags or {}).items():
         if given is not None:
@@ -205,7 +213,7 @@ def load_node_settings(
     values = _parse(texts)
     password = values.pop("valkey_password", None)
     if "valkey" in values:
-        values["valkey"] = _valkey(values["valkey"], texts["valkey"][1], password)
+        values["valkey"] = parse_valkey(values["valkey"], texts["valkey"][1], password)
     elif password is not None:
         raise MisconfiguredError("a Valkey password is set, but no Valkey URL; set one with --valkey")
     settings = NodeSettings(**values)
@@ -232,7 +240,8 @@ def _parse(texts: Mapping[str, tuple[object, str]]) -> dict[str, Any]:
     return values
 
 
-def _valkey(url: str, where: str, password: Secret | None) -> ValkeyUrl:
+def parse_valkey(url: str, where: str, password: Secret | None = None) -> ValkeyUrl:
+    """The servers and their credentials; ``where`` the URL was given is named. Raises MisconfiguredError."""
     try:
         parsed = parse_url(url, password=password.reveal() if password else None)
     except MisconfiguredError as error:
@@ -261,17 +270,31 @@ def _environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]]:
 def _file(path: Path) -> dict[str, object]:
     known = {setting.name for setting in NODE_SETTINGS if not setting.environment_only}
     try:
-        table = tomllib.loads(path.read_text())
+        with path.open("rb") as file:
+            content = file.read(MAX_CONFIGURATION_BYTES + 1)
+        if len(content) > MAX_CONFIGURATION_BYTES:
+            raise MisconfiguredError(f"{path} is longer than {format_size(MAX_CONFIGURATION_BYTES)}")
+        table = tomllib.loads(content.decode())
     except OSError as error:
-        raise MisconfiguredError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise MisconfiguredError(
+            f"cannot read the configuration {path}: {error.strerror}; name a TOML file"
+        ) from error
+    except (ValueError, RecursionError) as error:  # of TOML, UTF-8 and numbers of thousands of digits
         raise MisconfiguredError(f"{path} is not valid TOML: {error}") from error
     for name, value in table.items():
         if name not in known:
             _unknown(f"setting in {path}", name, known)
         if isinstance(value, bool) or not isinstance(value, str | int):
-            raise MisconfiguredError(f"{name} in {path}: {value!r} is neither a text nor a whole number")
+            shown = f"a {type(value).__name__}" if name == "valkey" else repr(value)
+            raise MisconfiguredError(f"{name} in {path}: {shown} is neither a text nor a whole number")
     return table
+
+
+def _named_file(where: str, text: str) -> Path:
+    try:
+        return parse_path(text)
+    except MisconfiguredError as error:
+        raise MisconfiguredError(f"{where}: {error}") from error
 
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> NoReturn:
@@ -303,7 +326,10 @@ def read_secret(path: Path) -> Secret:
 def client_token(token_file: Path | None = None, *, environ: Mapping[str, str] = os.environ) -> str:
     """What to show to a node: from the file, $KVFERRY_TOKEN or $KVFERRY_TOKEN_FILE; else nothing."""
     if token_file is None and (text := environ.get("KVFERRY_TOKEN")):
-        return text
+        try:
+            return _parse_secret(text).reveal()
+        except MisconfiguredError as error:
+            raise MisconfiguredError(f"KVFERRY_TOKEN: {error}") from error
     if token_file is None and (named := environ.get("KVFERRY_TOKEN_FILE")):
         token_file = Path(named)
     return read_secret(token_file).reveal() if token_file is not None else ""

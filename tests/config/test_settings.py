@@ -129,10 +129,75 @@ def test_a_password_among_arguments_is_refused_without_showing_it() -> None:
     assert "hunter2" not in str(caught.value)
 
 
-def test_node_and_engines_of_a_user_meet_without_being_told() -> None:
+def test_node_and_engines_of_a_user_meet_without_being_told(tmp_path: Path) -> None:
     assert default_socket_path({"KVFERRY_SOCKET": "/a/b"}) == Path("/a/b")
-    assert default_socket_path({"XDG_RUNTIME_DIR": "/run/user/7"}) == Path("/run/user/7/kvferry/node.sock")
+    assert default_socket_path({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "kvferry" / "node.sock"
     assert default_socket_path({}).name == "node.sock"
+
+
+@pytest.mark.parametrize("runtime", ["", "relative", "/nonexistent/runtime"])
+def test_a_runtime_directory_that_is_none_is_not_created(runtime: str) -> None:
+    assert default_socket_path({"XDG_RUNTIME_DIR": runtime}) == default_socket_path({})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("KVFERRY_VALKEY", "valkey://u:geheim\n@h"),
+        ("KVFERRY_VALKEY", "valkey://u:ge?heim@h"),
+        ("KVFERRY_VALKEY", "u:geheim@h"),
+        ("KVFERRY_VALKEY", "valkey://u:geheim@h h"),
+        ("KVFERRY_TOKEN", "geheim\nheim"),
+        ("KVFERRY_TOKEN", "heim" * 2000),
+        ("KVFERRY_TOKEN", ""),
+        ("KVFERRY_VALKEY_PASSWORD", "\udcffheim"),
+    ],
+)
+def test_a_secret_that_is_wrong_is_refused_by_name_and_not_shown(variable: str, value: str) -> None:
+    with pytest.raises(MisconfiguredError) as caught:
+        load_node_settings({}, environ={variable: value})
+    assert variable in str(caught.value)
+    assert "heim" not in str(caught.value)
+    if variable == "KVFERRY_TOKEN" and value:
+        with pytest.raises(MisconfiguredError, match="KVFERRY_TOKEN"):
+            client_token(environ={variable: value})
+
+
+def test_a_list_of_urls_in_the_file_is_refused_without_its_password(tmp_path: Path) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text('valkey = ["valkey://u:geheim@h"]\n')
+    with pytest.raises(MisconfiguredError, match=r"valkey in .*a list") as caught:
+        load_node_settings({}, environ={}, config_path=file)
+    assert "heim" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "socket = 5",
+        'socket = ""',
+        'socket = "/"',
+        'socket = "/a\\u0000b"',
+        'socket = "~nobody-of-this-name/s"',
+        'domain = ""',
+        "domain = 5",
+        'domain = "a\\nb"',
+        f'domain = "{"x" * 201}"',
+        "valkey = 5",
+        f"metrics_port = {'1' * 5000}",
+        f'metrics_port = "{"1" * 5000}"',
+        f'pool = "{"1" * 5000}"',
+        'token_file = ""',
+        "a = " + "[" * 20000,
+        "# " + "x" * (1 << 20),
+    ],
+)
+def test_any_value_of_any_setting_is_refused_in_one_error(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "node.toml"
+    file.write_text(line + "\n")
+    with pytest.raises(MisconfiguredError) as caught:
+        load_node_settings({}, environ={}, config_path=file)
+    assert str(file) in str(caught.value)
 
 
 def test_the_token_comes_from_a_file_or_the_environment_and_is_never_shown(tmp_path: Path) -> None:

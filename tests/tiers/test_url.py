@@ -49,6 +49,16 @@ def test_a_password_from_elsewhere_wins_and_none_is_ever_shown() -> None:
         ("valkeys://h?caa=/c", "'caa'"),
         ("unix://run/v", "'run/v'"),
         ("valkey://u:secret@h:x", "'x'"),
+        ("valkey://u:a?secret@h", "%3F"),
+        ("u:secret@h:1", "'...@h:1'"),
+        ("valkey://[::1", "[::1]"),
+        ("valkey://::1:6379", "[::1]"),
+        ("valkey://[::zz]:1", "'::zz'"),
+        ("valkey://a b:1", "'a b'"),
+        ("valkey://h#1", "'h#1'"),
+        ("valkey://a..b", "'a..b'"),
+        ("valkey://" + "a" * 64, "a" * 64),
+        ("unix:///" + "a" * 107, "107 bytes"),
     ],
 )
 def test_a_wrong_url_is_one_line_that_names_the_fault_and_no_secret(text: str, named: str) -> None:

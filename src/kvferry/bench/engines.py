@@ -15,8 +15,10 @@ from typing import Any
 from kvferry.bench import engine_report, hook_times
 from kvferry.bench.engine_arms import Arms, Results, idle_node
 from kvferry.bench.prompts import Prompts
+from kvferry.config import parse_valkey
 from kvferry.demo.engineview import block_tokens_of
 from kvferry.demo.fleet import Fleet, FleetSettings, ReplicaPlan, plan_replicas
+from kvferry.demo.main import check_writable
 from kvferry.demo.model import demo_model
 from kvferry.demo.processes import StoppedError, stop_on_signals
 from kvferry.errors import MisconfiguredError
@@ -28,6 +30,8 @@ BATCH_TOKENS = 512
 BATCH_CONCURRENCY = 4
 IDLE_S = 5.0
 MAX_ROUNDS = 1000
+MAX_TOKENS = 1_000_000
+MAX_GAP_S = 3600
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
@@ -59,6 +63,15 @@ def main(args: argparse.Namespace) -> int:
     for name in ("prefixes", "repeats", "cold", "batches"):
         if not 1 <= getattr(args, name) <= MAX_ROUNDS:
             raise MisconfiguredError(f"--{name} {getattr(args, name)}: between 1 and {MAX_ROUNDS}")
+    for name, highest in (("tokens", MAX_TOKENS), ("cold_tokens", MAX_TOKENS), ("gap", MAX_GAP_S)):
+        lowest = 0 if name == "gap" else 1
+        if not lowest <= getattr(args, name) <= highest:
+            flag = "--" + name.replace("_", "-")
+            raise MisconfiguredError(f"{flag} {getattr(args, name)}: between {lowest} and {highest}")
+    if args.valkey is not None:
+        parse_valkey(args.valkey, "--valkey")
+    if args.report is not None:
+        check_writable(args.report)
     begun = time.monotonic()
 
     def say(text: str) -> None:

@@ -22,6 +22,7 @@ from kvferry.bench.tier_checks import (
     shards_add_up,
     tls_arms,
 )
+from kvferry.demo.processes import StoppedError, stop_on_signals
 from kvferry.errors import MisconfiguredError
 from kvferry.testing.servers import Server, running_server
 from kvferry.tiers.valkey.tier import ValkeyTier
@@ -31,6 +32,11 @@ ROUNDS = 9
 SAMPLE_BYTES = 256 << 20
 CHECKS = ("transfers", "tls", "allocator", "shards")
 SHARD_PARTS = 32
+MIN_PART_MIB = 0.01
+MAX_PART_MIB = 256
+MAX_ROUNDS = 1000
+MAX_SAMPLE_MIB = 65536
+EXIT_INTERRUPTED = 130
 WANTED_RATIO = 0.90
 WANTED_GET_CPU_S_GB = 0.22
 Progress = Callable[[str], None]
@@ -93,17 +99,30 @@ def main(args: argparse.Namespace) -> int:
         raise MisconfiguredError(f"--parts {args.parts!r}: give sizes in MiB, as in 2.5,10") from error
     checks = tuple(args.only.split(","))
     unknown = [check for check in checks if check not in CHECKS]
-    if unknown or min(part_mib) <= 0 or args.rounds < 1 or args.sample_mib < 1:
-        wrong = f"--only {unknown[0]!r}" if unknown else "--parts, --rounds and --sample-mib"
-        raise MisconfiguredError(f"{wrong}: checks are {', '.join(CHECKS)}; sizes and counts are positive")
-    report = run(
-        part_mib=part_mib,
-        rounds=args.rounds,
-        sample_bytes=args.sample_mib << 20,
-        checks=checks,
-        peers=not args.no_peers,
-        progress=lambda line: print(line, file=sys.stderr, flush=True),
-    )
+    if unknown:
+        raise MisconfiguredError(f"--only {unknown[0]!r}: checks are {', '.join(CHECKS)}")
+    for text, mib in zip(args.parts.split(","), part_mib, strict=True):
+        if not MIN_PART_MIB <= mib <= MAX_PART_MIB:
+            raise MisconfiguredError(f"--parts {text!r}: between {MIN_PART_MIB} and {MAX_PART_MIB} MiB")
+    for flag, number, highest in (
+        ("--rounds", args.rounds, MAX_ROUNDS),
+        ("--sample-mib", args.sample_mib, MAX_SAMPLE_MIB),
+    ):
+        if not 1 <= number <= highest:
+            raise MisconfiguredError(f"{flag} {number}: between 1 and {highest}")
+    try:
+        with stop_on_signals():
+            report = run(
+                part_mib=part_mib,
+                rounds=args.rounds,
+                sample_bytes=args.sample_mib << 20,
+                checks=checks,
+                peers=not args.no_peers,
+                progress=lambda line: print(line, file=sys.stderr, flush=True),
+            )
+    except StoppedError as stopped:
+        print(f"{stopped}; its servers have been stopped", file=sys.stderr)
+        return EXIT_INTERRUPTED
     print(json.dumps(asdict(report), indent=2) if args.json else render(report))
     return 0
 

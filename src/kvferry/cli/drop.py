@@ -2,9 +2,9 @@
 
 import argparse
 import json
-from pathlib import Path
 
-from kvferry.config import client_token, default_socket_path, format_size
+from kvferry.cli.address import add_socket_argument, node_socket
+from kvferry.config import client_token, format_size
 from kvferry.errors import MisconfiguredError
 from kvferry.identity.names import NAMESPACE_BYTES
 
@@ -13,13 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which tier of which node, and how much of it."""
     parser.add_argument("tier", choices=["memory"], help="the tier to empty")
     parser.add_argument("--namespace", metavar="HEX", help="only this namespace (default: all)")
-    parser.add_argument(
-        "--socket",
-        type=Path,
-        metavar="PATH",
-        default=default_socket_path(),
-        help="the node's socket (default: %(default)s)",
-    )
+    add_socket_argument(parser)
     parser.add_argument("--json", action="store_true", help="the answer for programs")
 
 
@@ -28,7 +22,7 @@ def main(args: argparse.Namespace) -> int:
     from kvferry.client.admin import AdminClient
 
     namespace = _namespace(args.namespace)
-    with AdminClient(args.socket, token=client_token()) as admin:
+    with AdminClient(node_socket(args.socket), token=client_token()) as admin:
         answer = admin.drop(args.tier, namespace=namespace)
     if args.json:
         print(json.dumps({"tier": args.tier, **answer}))

@@ -3,11 +3,12 @@
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
+from kvferry.cli.address import add_socket_argument, node_socket
 from kvferry.cli.table import count, duration
-from kvferry.config import client_token, default_socket_path, format_size
+from kvferry.config import client_token, format_size
+from kvferry.errors import MisconfiguredError
 
 # What a reason means, for people; the words are those of the node's answers.
 MEANING = {
@@ -37,13 +38,7 @@ MEANING = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which request of which node."""
     parser.add_argument("request", help="id of the API response, or the beginning of one")
-    parser.add_argument(
-        "--socket",
-        type=Path,
-        metavar="PATH",
-        default=default_socket_path(),
-        help="the node's socket (default: %(default)s)",
-    )
+    add_socket_argument(parser)
     parser.add_argument("--json", action="store_true", help="the whole record, for programs")
 
 
@@ -102,9 +97,16 @@ def _seen_by_engine(report: dict[str, Any]) -> list[str]:
 def main(args: argparse.Namespace) -> int:
     """Ask the node and print every request that matches, the newest first."""
     from kvferry.client.admin import AdminClient
+    from kvferry.node.wire import MAX_REQUEST_ID
 
-    with AdminClient(args.socket, token=client_token()) as admin:
-        records = admin.explain(args.request)
+    request = args.request.strip()
+    if not request.isprintable() or not 1 <= len(request) <= MAX_REQUEST_ID:
+        raise MisconfiguredError(
+            f"request {request!r} is no id of 1 to {MAX_REQUEST_ID} printable characters; "
+            "give the id of an API response, like cmpl-..."
+        )
+    with AdminClient(node_socket(args.socket), token=client_token()) as admin:
+        records = admin.explain(request)
     if args.json:
         print(json.dumps(records, indent=2))
     elif records:

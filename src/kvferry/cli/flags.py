@@ -3,9 +3,11 @@
 import argparse
 import json
 import shlex
+from collections.abc import Callable
 
-from kvferry.config import default_socket_path, parse_count
+from kvferry.config import default_socket_path
 from kvferry.errors import MisconfiguredError
+from kvferry.values import parse_count, parse_domain, parse_path, parse_socket_path
 
 CONNECTOR = {
     "kv_connector": "KvferryConnector",
@@ -37,19 +39,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def transfer_config(args: argparse.Namespace) -> dict[str, object]:
     """The value of ``--kv-transfer-config``, with only what differs from the defaults."""
     extra: dict[str, object] = {}
-    if args.socket is not None and args.socket != str(default_socket_path()):
-        extra["socket"] = args.socket
+    socket = _checked("--socket", args.socket, parse_socket_path)
+    if socket is not None and socket != str(default_socket_path()):
+        extra["socket"] = socket
+    block = 16 if args.block_size is None else _count("--block-size", args.block_size, 1, 1 << 16)
     if args.chunk_tokens is not None:
-        extra["chunk_tokens"] = _chunk_tokens(args.chunk_tokens, args.block_size)
+        extra["chunk_tokens"] = _chunk_tokens(args.chunk_tokens, block)
     if args.deadline_cap_ms is not None:
         extra["deadline_cap_ms"] = _count("--deadline-cap-ms", args.deadline_cap_ms, 10, 600_000)
-    if args.domain is not None:
-        extra["domain"] = args.domain
-    if args.domain_key_file is not None:
-        extra["domain_key_file"] = args.domain_key_file
-    if args.token_file is not None:
-        extra["token_file"] = args.token_file
+    texts = {
+        "domain": _checked("--domain", args.domain, parse_domain),
+        "domain_key_file": _checked("--domain-key-file", args.domain_key_file, parse_path),
+        "token_file": _checked("--token-file", args.token_file, parse_path),
+    }
+    extra.update({name: text for name, text in texts.items() if text is not None})
     return {**CONNECTOR, **({"kv_connector_extra_config": extra} if extra else {})}
+
+
+def _checked(flag: str, text: str | None, parse: Callable[[str], object]) -> str | None:
+    """What was given, if it can be one. Whether a file is there is for the engine's host to say."""
+    if text is None:
+        return None
+    try:
+        return str(parse(text))
+    except MisconfiguredError as error:
+        raise MisconfiguredError(f"{flag}: {error}") from error
 
 
 def _count(flag: str, text: str, lowest: int, highest: int) -> int:
@@ -59,9 +73,8 @@ def _count(flag: str, text: str, lowest: int, highest: int) -> int:
         raise MisconfiguredError(f"{flag}: {error}") from error
 
 
-def _chunk_tokens(text: str, block_text: str | None) -> int:
+def _chunk_tokens(text: str, block: int) -> int:
     chunk = _count("--chunk-tokens", text, 1, 1 << 20)
-    block = _count("--block-size", block_text, 1, 1 << 16) if block_text is not None else 16
     if chunk % block:
         nearest = max(block, round(chunk / block) * block)
         raise MisconfiguredError(

@@ -5,9 +5,12 @@ A verb is a module with ``add_arguments(parser)`` and ``main(args) -> int``, imp
 """
 
 import argparse
+import contextlib
+import errno
 import importlib
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn, Protocol, cast
@@ -19,7 +22,9 @@ from kvferry.errors import KvferryError, MisconfiguredError, RefusedError
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
-LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
+MAX_LINE = 1000
+# What a write to standard output can end in that is nobody's defect.
+OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 
 # verb -> (module, one line of help)
 VERBS = {
@@ -79,7 +84,13 @@ def _dispatch(argv: Sequence[str]) -> int:
     verb = cast(Verb, importlib.import_module(module))
     parser = Parser(prog=f"kvferry {name}", description=line[0].upper() + line[1:] + ".", allow_abbrev=False)
     verb.add_arguments(parser)
-    return verb.main(parser.parse_args(argv[1:]))
+    arguments = parser.parse_args(argv[1:])
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # imports are over: see ``__main__``
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    code = verb.main(arguments)
+    if sys.stdout is not None:  # Python's own flush at exit would complain in its own words
+        sys.stdout.flush()
+    return code
 
 
 def main(argv: Sequence[str]) -> int:
@@ -96,16 +107,45 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) is gone. Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()  # the reader (head, less) is gone
         return EXIT_FAILED
+    except OSError as error:
+        if error.errno not in OUTPUT_ERRORS:
+            raise
+        _drop_output()
+        return _complain(KvferryError(f"cannot write: {error.strerror}; make room for it"), EXIT_FAILED)
+
+
+def _drop_output() -> None:
+    """Python would complain again when it flushes at exit."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(error: KvferryError, code: int) -> int:
-    print("kvferry: " + " ".join(str(error).split()), file=sys.stderr)
+    """One line that a terminal shows as it is, whatever the value in it was."""
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(str(error).split()))
+    if len(line) > MAX_LINE:
+        line = f"{line[: MAX_LINE // 2]} ... {line[-MAX_LINE // 2 :]}"
+    print(f"kvferry: {line}", file=sys.stderr)
     return code
+
+
+def _fill_standard_files() -> None:
+    """Open /dev/null where a standard descriptor is closed: else the next socket would take its number,
+    and what is printed would go there."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (for the life of the process)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def run() -> NoReturn:
     """Entry point of the ``kvferry`` script."""
+    _fill_standard_files()
     sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,6 @@
 """``kvferry node``: run this host's node until it is told to stop."""
 
 import argparse
-from pathlib import Path
 
 from kvferry.config import NODE_SETTINGS, load_node_settings
 
@@ -11,7 +10,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for setting in NODE_SETTINGS:
         if not setting.environment_only:
             parser.add_argument(setting.flag, metavar=setting.metavar, help=setting.help)
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with the same names")
+    parser.add_argument("--config", metavar="FILE", help="TOML file with the same names")
     parser.epilog = (
         "Valkey's password: KVFERRY_VALKEY_PASSWORD or --valkey-password-file. The token: KVFERRY_TOKEN or "
         "--token-file. Ends on SIGTERM or Ctrl-C."

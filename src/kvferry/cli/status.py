@@ -2,11 +2,11 @@
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
+from kvferry.cli.address import add_socket_argument, node_socket
 from kvferry.cli.table import causes, count, duration, share, table
-from kvferry.config import client_token, default_socket_path, format_size
+from kvferry.config import client_token, format_size
 
 # Details of a tier that are sentences: each gets a line of its own under the table.
 _LINES = ("warning", "breaker_open")
@@ -14,13 +14,7 @@ _LINES = ("warning", "breaker_open")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which node, and for whom the answer is."""
-    parser.add_argument(
-        "--socket",
-        type=Path,
-        metavar="PATH",
-        default=default_socket_path(),
-        help="the node's socket (default: %(default)s)",
-    )
+    add_socket_argument(parser)
     parser.add_argument("--json", action="store_true", help="the whole status, for programs")
 
 
@@ -115,7 +109,7 @@ def main(args: argparse.Namespace) -> int:
     """Ask the node and print."""
     from kvferry.client.admin import AdminClient
 
-    with AdminClient(args.socket, token=client_token()) as admin:
+    with AdminClient(node_socket(args.socket), token=client_token()) as admin:
         status = admin.status()
     print(json.dumps(status, indent=2) if args.json else render(status))
     return 0

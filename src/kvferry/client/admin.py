@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvferry.client.handshake import Handshake, Identity, open_socket
-from kvferry.errors import ClosedError, RefusedError, RetryError
+from kvferry.errors import ClosedError, KvferryError, RefusedError, RetryError
 from kvferry.node.framing import FrameBuffer, decode_from_node, encode, refusal_text
 from kvferry.node.wire import Document, DropQuery, ExplainQuery, Message, Role, StatusQuery
 
@@ -28,6 +28,11 @@ class AdminClient:
         handshake = Handshake(self._sock, identity, timeout_s=timeout_s)
         try:
             self.welcome = handshake.run()
+        except KvferryError as error:
+            self._sock.close()
+            raise type(error)(
+                f"at {self._path}: {error}; is that the socket of a running kvferry node?"
+            ) from error
         except BaseException:
             self._sock.close()
             raise

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvferry.config import parse_valkey
 from kvferry.demo import report
 from kvferry.demo.fleet import Fleet, FleetSettings, plan_replicas
 from kvferry.demo.model import demo_model
@@ -40,7 +41,9 @@ def main(args: argparse.Namespace) -> int:
     def say(text: str) -> None:
         print(f"[{time.monotonic() - begun:6.1f} s] {text}", file=sys.stderr, flush=True)
 
-    _check_writable(args.report)
+    check_writable(args.report)
+    if args.valkey is not None:
+        parse_valkey(args.valkey, "--valkey")
     replicas = plan_replicas(args.replicas)
     with stop_on_signals():
         try:
@@ -126,7 +129,7 @@ Ctrl-C stops everything.""",
         time.sleep(3600)
 
 
-def _check_writable(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Better now than after the run. Raises MisconfiguredError."""
     directory = path.resolve().parent
     if path.is_dir():

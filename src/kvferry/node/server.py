@@ -260,6 +260,8 @@ def _lock(path: Path) -> int:
             f"socket path {path} is longer than {MAX_SOCKET_PATH_BYTES} bytes; choose a shorter one"
         )
     _private_directory(path.parent)
+    if os.path.lexists(path) and not path.is_socket():
+        raise MisconfiguredError(f"{path} exists and is not a socket; choose another --socket")
     lock_path = path.with_name(path.name + ".lock")
     try:
         lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -292,7 +294,10 @@ def _private_directory(path: Path) -> None:
             f"{path} belongs to user {state.st_uid}; choose a --socket in a directory of your own"
         )
     if state.st_mode & 0o022:
-        raise MisconfiguredError(f"other users can write to {path}; chmod 700 it or choose another --socket")
+        hint = "" if state.st_mode & stat.S_ISVTX else "chmod 700 it or "  # /tmp is meant to be shared
+        raise MisconfiguredError(
+            f"other users can write to {path}; {hint}choose a --socket in a directory of your own"
+        )
 
 
 def _listen(path: Path) -> socket.socket:

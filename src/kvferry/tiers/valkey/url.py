@@ -8,6 +8,7 @@ several seeds of one Cluster.
 """
 
 import difflib
+import ipaddress
 import urllib.parse
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,12 +17,14 @@ from kvferry.errors import MisconfiguredError
 
 DEFAULT_PORT = 6379
 MAX_SEEDS = 64
+MAX_SOCKET_PATH_BYTES = 107  # of Linux, without the closing zero
 _PLAIN = ("valkey", "redis")
 _TLS = ("valkeys", "rediss")
 _UNIX = ("unix", "valkey+unix")
 _CLUSTER_SUFFIX = "+cluster"
 _PARAMETERS = ("ca", "cert", "key")
 _EXAMPLE = "valkey://host:6379"
+_NOT_IN_HOST = " #?/\\[]<>\"'"
 
 
 class Address(NamedTuple):
@@ -72,8 +75,10 @@ def parse_url(text: str, *, password: str | None = None) -> ValkeyUrl:
     cluster = True if scheme.endswith(_CLUSTER_SUFFIX) else None
     scheme = scheme.removesuffix(_CLUSTER_SUFFIX)
     if not separator or scheme not in _PLAIN + _TLS + _UNIX:
-        raise MisconfiguredError(_scheme_message(scheme if separator else None))
+        raise MisconfiguredError(_scheme_message(scheme if separator else None, text))
     rest, _, query = rest.partition("?")
+    if "@" in query and "=" not in query.partition("@")[0]:  # the end of a password, and not to be shown
+        raise MisconfiguredError("Valkey URL: a ? before the @: write one in a password as %3F")
     authority, _, hosts = rest.rpartition("@")
     user, own_password = _credentials(authority)
     tls = _tls(query, wanted=scheme in _TLS)
@@ -89,9 +94,11 @@ def parse_url(text: str, *, password: str | None = None) -> ValkeyUrl:
     return ValkeyUrl(seeds, user or None, password or own_password, tls, cluster)
 
 
-def _scheme_message(scheme: str | None) -> str:
+def _scheme_message(scheme: str | None, text: str) -> str:
     if scheme is None:
-        return f"Valkey URL: no '://' found: write it as {_EXAMPLE}"
+        _, secret, shown = text.rpartition("@")
+        shown = f"...@{shown}" if secret else shown
+        return f"Valkey URL: no '://' found in {shown!r}: write it as {_EXAMPLE}"
     near = difflib.get_close_matches(scheme, _PLAIN + _TLS, 1)
     hint = (
         f"did you mean {near[0]}://?"
@@ -113,6 +120,11 @@ def _socket_path(path: str) -> str:
         raise MisconfiguredError(
             f"Valkey URL: socket path {path!r} is not absolute: write unix:///run/valkey.sock"
         )
+    if not path.isprintable() or len(path.encode()) > MAX_SOCKET_PATH_BYTES:
+        raise MisconfiguredError(
+            f"Valkey URL: socket path {path!r} is not printable or longer than {MAX_SOCKET_PATH_BYTES} "
+            "bytes: choose a shorter one"
+        )
     return path
 
 
@@ -125,6 +137,7 @@ def _address(text: str) -> Address:
         host, _, port_text = text.rpartition(":")
     if not host:
         raise MisconfiguredError(f"Valkey URL: no host in {text!r}: write it as {_EXAMPLE}")
+    _check_host(host, text)
     port = (
         int(port_text)
         if port_text.isascii() and port_text.isdigit()
@@ -137,6 +150,26 @@ def _address(text: str) -> Address:
             f"Valkey URL: port {port_text!r} of host {host!r}: use a number from 1 to 65535"
         )
     return Address(host, port)
+
+
+def _check_host(host: str, text: str) -> None:
+    """Refuse what no resolver could find, in words that name the host."""
+    if ":" in host or text.startswith("["):
+        try:
+            ipaddress.IPv6Address(host)
+        except ValueError as error:
+            raise MisconfiguredError(
+                f"Valkey URL: {host!r} is not an IPv6 address: write it as valkey://[::1]:6379"
+            ) from error
+        if not text.startswith(f"[{host}]"):
+            raise MisconfiguredError(f"Valkey URL: {text!r}: an IPv6 address needs brackets: [{host}]")
+    wrong = f"Valkey URL: {host!r} is not a host name: write it as {_EXAMPLE}"
+    try:
+        host.encode("idna")
+    except UnicodeError as error:
+        raise MisconfiguredError(wrong) from error
+    if not host.isprintable() or any(character in _NOT_IN_HOST for character in host):
+        raise MisconfiguredError(wrong)
 
 
 def _tls(query: str, *, wanted: bool) -> TlsFiles | None:

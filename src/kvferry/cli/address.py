@@ -1,0 +1,45 @@
+"""``--socket`` of the verbs that ask a node: checked before anything is sent."""
+
+import argparse
+import os
+import stat
+from pathlib import Path
+
+from kvferry.config import default_socket_path
+from kvferry.errors import MisconfiguredError
+from kvferry.values import parse_socket_path
+
+
+def add_socket_argument(parser: argparse.ArgumentParser) -> None:
+    """``--socket PATH``, by default where this user's node is."""
+    parser.add_argument(
+        "--socket",
+        metavar="PATH",
+        default=str(default_socket_path()),
+        help="the node's socket (default: %(default)s)",
+    )
+
+
+def node_socket(text: str) -> Path:
+    """The path, unless it cannot be a node's of this user. That nothing is there is another matter.
+
+    Raises MisconfiguredError.
+    """
+    try:
+        path = parse_socket_path(text)
+        state = path.stat()
+    except MisconfiguredError as error:
+        raise MisconfiguredError(f"--socket: {error}") from error
+    except PermissionError as error:
+        raise MisconfiguredError(
+            f"--socket {path}: {error.strerror}; it is another user's, ask as the user of the node"
+        ) from error
+    except OSError:
+        return path  # no node there: connecting says so
+    if not stat.S_ISSOCK(state.st_mode):
+        raise MisconfiguredError(f"--socket {path} is not a socket; name the one of kvferry node")
+    if os.getuid() not in (0, state.st_uid):
+        raise MisconfiguredError(
+            f"--socket {path} belongs to user {state.st_uid}; ask as the user of the node"
+        )
+    return path
