@@ -27,9 +27,10 @@ def node_socket(text: str) -> Path:
     """
     try:
         path = parse_socket_path(text)
-        state = path.stat()
     except MisconfiguredError as error:
         raise MisconfiguredError(f"--socket: {error}") from error
+    try:
+        state = path.stat()
     except PermissionError as error:
         raise MisconfiguredError(
             f"--socket {path}: {error.strerror}; it is another user's, ask as the user of the node"
