@@ -2,6 +2,10 @@
 
 import argparse
 import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -50,3 +54,36 @@ def test_wrong_arguments_are_one_line(words: tuple[str, ...]) -> None:
     with pytest.raises(MisconfiguredError) as caught:
         tiers.main(parse(*words))
     assert "\n" not in str(caught.value)
+
+
+def test_a_stopped_run_leaves_no_server() -> None:
+    small = ("--parts", "0.5", "--rounds", "1000", "--sample-mib", "1", "--only", "transfers", "--no-peers")
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvferry", "bench", "tiers", *small],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as run:
+        assert run.stderr is not None
+        assert run.stderr.readline().startswith("parts of")
+        assert len(_session(run.pid)) > 1
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(30) == 130
+        assert "Traceback" not in run.stderr.read()
+        assert _session(run.pid) == []
+
+
+def _session(leader: int) -> list[int]:
+    """The processes of one session that have not ended."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue  # ended while we looked
+        if int(session) == leader and state != "Z":
+            found.append(int(entry.name))
+    return found

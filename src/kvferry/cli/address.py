@@ -3,10 +3,13 @@
 import argparse
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from kvferry import __version__
 from kvferry.config import default_socket_path
-from kvferry.errors import MisconfiguredError
+from kvferry.errors import MisconfiguredError, RefusedError
 from kvferry.values import parse_socket_path
 
 
@@ -44,3 +47,14 @@ def node_socket(text: str) -> Path:
             f"--socket {path} belongs to user {state.st_uid}; ask as the user of the node"
         )
     return path
+
+
+def rendered(render: Callable[[dict[str, Any]], str], document: dict[str, Any], *, version: str) -> str:
+    """The node's answer as text. Raises RefusedError when a node of ``version`` answers otherwise."""
+    try:
+        return render(document)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RefusedError(
+            f"the answer of a node of version {version} does not fit kvferry {__version__} "
+            f"({type(error).__name__}: {error}); install one version, or use --json"
+        ) from error

@@ -5,7 +5,7 @@ import json
 
 from kvferry.cli.address import add_socket_argument, node_socket
 from kvferry.config import client_token, format_size
-from kvferry.errors import MisconfiguredError
+from kvferry.errors import MisconfiguredError, RefusedError
 from kvferry.identity.names import NAMESPACE_BYTES
 
 
@@ -24,10 +24,13 @@ def main(args: argparse.Namespace) -> int:
     namespace = _namespace(args.namespace)
     with AdminClient(node_socket(args.socket), token=client_token()) as admin:
         answer = admin.drop(args.tier, namespace=namespace)
+    dropped = answer.get("dropped_bytes")
+    if not isinstance(dropped, int):
+        raise RefusedError("the node did not say how much it dropped; kvferry status shows what it holds")
     if args.json:
         print(json.dumps({"tier": args.tier, **answer}))
     else:
-        print(f"dropped {format_size(answer['dropped_bytes'])} from {args.tier}")
+        print(f"dropped {format_size(dropped)} from {args.tier}")
     return 0
 
 

@@ -5,7 +5,7 @@ import json
 import sys
 from typing import Any
 
-from kvferry.cli.address import add_socket_argument, node_socket
+from kvferry.cli.address import add_socket_argument, node_socket, rendered
 from kvferry.cli.table import count, duration
 from kvferry.config import client_token, format_size
 from kvferry.errors import MisconfiguredError
@@ -107,10 +107,11 @@ def main(args: argparse.Namespace) -> int:
         )
     with AdminClient(node_socket(args.socket), token=client_token()) as admin:
         records = admin.explain(request)
+        version = admin.welcome.version
     if args.json:
         print(json.dumps(records, indent=2))
     elif records:
-        print("\n\n".join(map(render, records)))
+        print("\n\n".join(rendered(render, record, version=version) for record in records))
     if not records:
         print(
             f"kvferry: the node knows no request {args.request!r}; it keeps the newest few thousand: "

@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any
 
-from kvferry.cli.address import add_socket_argument, node_socket
+from kvferry.cli.address import add_socket_argument, node_socket, rendered
 from kvferry.cli.table import causes, count, duration, share, table
 from kvferry.config import client_token, format_size
 
@@ -111,5 +111,6 @@ def main(args: argparse.Namespace) -> int:
 
     with AdminClient(node_socket(args.socket), token=client_token()) as admin:
         status = admin.status()
-    print(json.dumps(status, indent=2) if args.json else render(status))
+        version = admin.welcome.version
+    print(json.dumps(status, indent=2) if args.json else rendered(render, status, version=version))
     return 0

@@ -56,7 +56,9 @@ class AdminClient:
 
     def explain(self, request_id: str) -> list[dict[str, Any]]:
         """Records (``node.explain.Record``) that match, newest first; empty when none does."""
-        found: list[dict[str, Any]] = self._ask(ExplainQuery(request_id=request_id))["requests"]
+        found = self._ask(ExplainQuery(request_id=request_id)).get("requests")
+        if not isinstance(found, list):
+            raise RefusedError(f"the node at {self._path} answered without a list of requests")
         return found
 
     def drop(self, tier: str, *, namespace: bytes = b"") -> dict[str, Any]:
@@ -85,11 +87,19 @@ class AdminClient:
                     if isinstance(message, Document):
                         if message.error:
                             raise RefusedError(message.error)
-                        answer: dict[str, Any] = json.loads(message.json)
-                        return answer
+                        return self._document(message.json)
         except TimeoutError as error:
             raise RetryError(
                 f"the node at {self._path} did not answer within {self._timeout_s:.0f} s; is it stopped?"
             ) from error
         except OSError as error:
             raise ClosedError(f"the connection to the node at {self._path} is lost: {error}") from error
+
+    def _document(self, text: bytes) -> dict[str, Any]:
+        try:
+            answer = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise RefusedError(f"the node at {self._path} answered what is not JSON: {error}") from error
+        if not isinstance(answer, dict):
+            raise RefusedError(f"the node at {self._path} answered with a {type(answer).__name__}")
+        return answer
