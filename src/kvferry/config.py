@@ -331,7 +331,10 @@ def client_token(token_file: Path | None = None, *, environ: Mapping[str, str] =
         except MisconfiguredError as error:
             raise MisconfiguredError(f"KVFERRY_TOKEN: {error}") from error
     if token_file is None and (named := environ.get("KVFERRY_TOKEN_FILE")):
-        token_file = Path(named)
+        try:
+            return read_secret(parse_path(named)).reveal()
+        except MisconfiguredError as error:
+            raise MisconfiguredError(f"KVFERRY_TOKEN_FILE: {error}") from error
     return read_secret(token_file).reveal() if token_file is not None else ""
 
 

@@ -228,3 +228,32 @@ def test_the_socket_of_another_user_is_bad_input(
         theirs.bind(str(tmp_path / "s"))
         assert main(["status", "--socket", str(tmp_path / "s")]) == 2
     assert f"{tmp_path / 's'} belongs to user {owner}" in capsys.readouterr().err
+
+
+def test_a_wrong_token_is_bad_input_that_names_the_way_and_shows_neither(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "s"
+    node = Node(NodeSettings(pool_bytes=64 << 20, socket_path=path, metrics_port=0), token="geheim")
+    monkeypatch.setenv("KVFERRY_TOKEN", "anheim")
+    try:
+        node.start()
+        assert main(["status", "--socket", str(path)]) == 2
+    finally:
+        node.close()
+    err = capsys.readouterr().err
+    assert str(path) in err
+    assert "KVFERRY_TOKEN" in err
+    assert "heim" not in err.replace(str(path), "")
+
+
+def test_a_terminal_that_closes_ends_a_node_cleanly(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    command = [sys.executable, "-m", "kvferry", "node", "--socket", str(path), "--pool", POOL]
+    with subprocess.Popen([*command, "--metrics-port", "0"], stderr=subprocess.PIPE, text=True) as node:
+        assert node.stderr is not None
+        assert "kvferry" in node.stderr.readline()
+        node.send_signal(signal.SIGHUP)
+        assert node.stderr.read().endswith("stopping on SIGHUP\n")
+        assert node.wait(30) == 0
+    assert not path.exists()

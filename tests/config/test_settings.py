@@ -213,3 +213,8 @@ def test_the_token_comes_from_a_file_or_the_environment_and_is_never_shown(tmp_p
     assert client_token(environ={"KVFERRY_TOKEN": "open sesame"}) == "open sesame"
     with pytest.raises(MisconfiguredError, match="keep one"):
         load_node_settings({"token_file": str(file)}, environ={"KVFERRY_TOKEN": "x"})
+
+
+def test_a_token_file_that_cannot_be_read_is_named_with_its_variable() -> None:
+    with pytest.raises(MisconfiguredError, match="KVFERRY_TOKEN_FILE: cannot read /nonexistent/token"):
+        client_token(environ={"KVFERRY_TOKEN_FILE": "/nonexistent/token"})

@@ -104,12 +104,14 @@ def test_stopping_twice_is_harmless(tmp_path: Path) -> None:
     assert child.exited()
 
 
-def test_a_child_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prelude", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN); "])
+def test_a_child_dies_with_a_parent_that_was_killed(tmp_path: Path, prelude: str) -> None:
     program = (
         "import sys, time\n"
         "from pathlib import Path\n"
         "from kvferry.demo.processes import Children\n"
-        "command = [sys.executable, '-I', '-S', '-c', 'import time; time.sleep(600)']\n"
+        f"source = 'import signal, time; {prelude}print(1, flush=True); time.sleep(600)'\n"
+        "command = [sys.executable, '-I', '-S', '-c', source]\n"
         "child = Children(Path(sys.argv[1])).start('sleeper', command)\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(600)\n"
@@ -124,14 +126,31 @@ def test_a_child_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:
             assert parent.stdout is not None
             pid = int(parent.stdout.readline())
             # It must have become the command: before that, the kernel has not been asked yet.
-            wait_until(
-                lambda: b"time.sleep" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"bound.py")[0],
-                what="the command",
-                timeout_s=WAIT_S,
-            )
+            log = tmp_path / "sleeper.log"
+            wait_until(lambda: log.read_text() != "", what="the command", timeout_s=WAIT_S)
         finally:
             parent.kill()
     _gone(pid)
+
+
+def test_a_command_that_ends_leaves_no_guard_in_its_group(tmp_path: Path) -> None:
+    child = Child("short", [sys.executable, "-I", "-S", "-c", "pass"], log=tmp_path / "short.log")
+    wait_until(child.exited, what="its end", timeout_s=WAIT_S)
+    # What has ended and is not reaped is a member of the group still.
+    wait_until(lambda: _members(child.pid) == [child.pid], what="the guard's end", timeout_s=WAIT_S)
+    child.stop()
+
+
+def _members(group: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # no process, or it ended while we looked
+        if len(fields) > 2 and int(fields[2]) == group:
+            found.append(int(entry.name))
+    return found
 
 
 def test_a_signal_unwinds_the_contexts() -> None:

@@ -30,9 +30,10 @@ class AdminClient:
             self.welcome = handshake.run()
         except KvferryError as error:
             self._sock.close()
-            raise type(error)(
-                f"at {self._path}: {error}; is that the socket of a running kvferry node?"
-            ) from error
+            hint = (
+                "" if isinstance(error, RefusedError) else "; is that the socket of a running kvferry node?"
+            )
+            raise type(error)(f"at {self._path}: {error}{hint}") from error
         except BaseException:
             self._sock.close()
             raise

@@ -173,8 +173,9 @@ def run(settings: NodeSettings) -> int:
             log.info("stopping on %s", signal.Signals(number).name)
             node.stop()
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, stop)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job
+                signal.signal(number, stop)
         log.info(
             "kvferry %s at %s: pool %s, %s",
             __version__,

@@ -165,7 +165,10 @@ class Connection:
         if not isinstance(hello, Hello):
             raise RefusedError(f"the first message must be Hello, not {type(hello).__name__}")
         if not hmac.compare_digest(hello.token.encode(), self._server.token.encode()):
-            self.refuse("the token does not match the node's", "token")
+            self.refuse(
+                "the token does not match the node's; set KVFERRY_TOKEN or KVFERRY_TOKEN_FILE as there",
+                "token",
+            )
             return
         welcome = self._server.handler.welcome(self, hello)
         self.hello = hello
