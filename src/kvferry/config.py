@@ -83,7 +83,7 @@ class NodeSettings:
 def default_socket_path(environ: Mapping[str, str] = os.environ) -> Path:
     """Where node and engines of this user meet when nobody says otherwise."""
     if chosen := environ.get("KVFERRY_SOCKET"):
-        return Path(chosen)
+        return Path(os.path.expanduser(chosen))  # and as it is where there is no such user
     runtime = Path(environ.get("XDG_RUNTIME_DIR", ""))
     if runtime.is_absolute() and runtime.is_dir():
         return runtime / "kvferry" / "node.sock"

@@ -132,6 +132,7 @@ def test_a_password_among_arguments_is_refused_without_showing_it() -> None:
 def test_node_and_engines_of_a_user_meet_without_being_told(tmp_path: Path) -> None:
     assert default_socket_path({"KVFERRY_SOCKET": "/a/b"}) == Path("/a/b")
     assert default_socket_path({"XDG_RUNTIME_DIR": str(tmp_path)}) == tmp_path / "kvferry" / "node.sock"
+    assert default_socket_path({"KVFERRY_SOCKET": "~/s"}) == Path("~/s").expanduser()
     assert default_socket_path({}).name == "node.sock"
 
 
