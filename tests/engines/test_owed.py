@@ -82,3 +82,11 @@ def test_a_save_that_breaks_is_reported_as_not_stored(worker: WorkerSide) -> Non
     report = worker.report()
     assert report is not None
     assert [(save.save_id, save.stored, save.declined) for save in report.saves] == [(9, (), 1)]
+
+
+def test_a_load_that_breaks_fails_no_block_that_the_engine_had_itself(worker: WorkerSide) -> None:
+    """Such a block may be in use by other requests, which would be thrown back."""
+    ticket = LoadTicket(1, 1, 0, 0, (None, None), 0.0, 1.0)
+    half = LoadSpec("a", (ticket,), ((1, 2), (3, 4)), BlockSpan(1, 2))
+    worker.decline(StepPlan(step=1, assignment=ASSIGNMENT, loads=(half,)))
+    assert answered(worker)[:2] == ({"a"}, {2, 3, 4})

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from kvferry.engines.planning import (
     ChunkGeometry,
     chunk_blocks,
+    external_blocks,
     failed_block_ids,
     plan_load,
     plan_lookup,
@@ -98,3 +99,10 @@ def test_tiers_account_for_every_external_token(
     most = len(tiers) * geometry.chunk_tokens
     external = data.draw(st.integers(most - geometry.chunk_tokens + 1, most))
     assert sum(tokens_by_tier(geometry, tiers=tiers, external_tokens=external).values()) == external
+
+
+def test_a_load_that_cannot_be_made_fails_its_own_blocks_only() -> None:
+    """The engine's own prefix before them may be in use by running requests."""
+    assert external_blocks([7, 8, 9, 10], external_tokens=8, block_tokens=4) == (9, 10)
+    assert external_blocks([7, 8, 9, 10], external_tokens=16, block_tokens=4) == (7, 8, 9, 10)
+    assert external_blocks([7, 8], external_tokens=0, block_tokens=4) == ()

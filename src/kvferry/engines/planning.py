@@ -127,6 +127,15 @@ def chunk_blocks(geometry: ChunkGeometry, chunk: int, block_ids: Sequence[int]) 
     return tuple(block_ids[start : start + geometry.blocks_per_chunk])
 
 
+def external_blocks(block_ids: Sequence[int], *, external_tokens: int, block_tokens: int) -> tuple[int, ...]:
+    """The blocks of a request that a load is to fill: the last of those it has when it is put to wait.
+
+    Those before them are the engine's own prefix, which other requests may be reading.
+    """
+    count = -(-external_tokens // block_tokens)
+    return tuple(block_ids[len(block_ids) - count :]) if count else ()
+
+
 def failed_block_ids(load_blocks: Sequence[Sequence[int]], arrived: Collection[int]) -> list[int]:
     """Blocks from the first chunk that did not arrive on: what follows a gap cannot be used.
 

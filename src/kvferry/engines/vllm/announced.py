@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 class Announced:
-    """Requests and all of their blocks. Single-threaded."""
+    """Requests and the blocks that were to be loaded. Single-threaded."""
 
     def __init__(self) -> None:
         self._loads: dict[str, tuple[int, ...]] = {}

@@ -26,6 +26,7 @@ from kvferry.client.messages import Tier
 from kvferry.client.scheduler import SchedulerClient
 from kvferry.client.worker import WorkerClient
 from kvferry.config import client_token
+from kvferry.engines.planning import external_blocks
 from kvferry.engines.vllm.announced import Announced
 from kvferry.engines.vllm.compat import (
     check_transfer_config,
@@ -33,7 +34,7 @@ from kvferry.engines.vllm.compat import (
     installed_version,
     unsupported_reason,
 )
-from kvferry.engines.vllm.facts import worker_facts
+from kvferry.engines.vllm.facts import gathered_facts, worker_facts
 from kvferry.engines.vllm.guard import Guard, guarded
 from kvferry.engines.vllm.identity import AdapterDigests, assign, chunk_geometry
 from kvferry.engines.vllm.messages import Assignment, StepPlan, WorkerFacts, WorkerReport
@@ -209,13 +210,10 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """The workers' facts are here: from now on requests are looked up."""
-        facts = [fact for _, fact in sorted(metadata.items()) if isinstance(fact, WorkerFacts)]
-        if self._unsupported is not None or self._scheduler is not None or len(facts) != self._ranks:
+        if self._unsupported is not None or self._scheduler is not None:
             return
         try:
-            problem = next((fact.problem for fact in facts if fact.problem), "")
-            if problem:
-                raise KvferryError(problem)
+            facts = gathered_facts([fact for _, fact in sorted(metadata.items())], ranks=self._ranks)
             assignment = self._assign(facts)
         except KvferryError as error:
             _log.warning("kvferry: served without the shared cache: %s", error)
@@ -272,9 +270,12 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Blocks are allocated; with external tokens, the load goes out with this step's plan."""
         if self._scheduler is None:
             return
-        block_ids = blocks.get_block_ids()[0]
+        block_ids: list[int] = []
         if num_external_tokens:
-            self._announced.add(request.request_id, block_ids)
+            block_ids = blocks.get_block_ids()[0]
+            tokens, size = num_external_tokens, int(self._vllm_config.cache_config.block_size)
+            loaded = external_blocks(block_ids, external_tokens=tokens, block_tokens=size)
+            self._announced.add(request.request_id, loaded)
         self._scheduler.allocated(request, block_ids, num_external_tokens)
 
     @guarded(lambda self, request, tokens: {})
@@ -297,11 +298,13 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         plan = self._scheduler.plan_step(scheduler_output)
         for load in plan.loads:
             self._announced.sent(load.request_id)
+        self._pins.sent()
         plan.failed = self._announced.take()
         return plan
 
     def _bare_plan(self) -> StepPlan:
-        """Only what is owed: loads that were announced to the engine end as failed."""
+        """Only what is owed: loads that were announced to the engine end as failed, blocks are unpinned."""
+        self._pins.take_back()
         self._spare_step -= 1  # below zero: never the number of a real plan
         return StepPlan(step=self._spare_step, failed=self._announced.take())
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.engines.vllm.layout import BlockLayout
 from kvferry.engines.vllm.messages import WorkerFacts
-from kvferry.errors import MisconfiguredError
+from kvferry.errors import KvferryError, MisconfiguredError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,6 +32,20 @@ def worker_facts(
         layers=tuple(layers),
         scales=_scales(config, layers, modules),
     )
+
+
+def gathered_facts(said: Sequence[object], *, ranks: int) -> list[WorkerFacts]:
+    """Every rank's facts, in rank order. Raises KvferryError where a rank has none, or a problem."""
+    facts = [one for one in said if isinstance(one, WorkerFacts)]
+    if len(facts) != ranks:  # vLLM's MultiConnector passes on what the first of its connectors says
+        raise KvferryError(
+            f"{len(facts)} of {ranks} workers described their KV memory; "
+            "in a MultiConnector, list kvferry first"
+        )
+    for fact in facts:
+        if fact.problem:
+            raise KvferryError(fact.problem)
+    return facts
 
 
 def _cpu_packing(config: "VllmConfig", modules: Sequence[Any]) -> str:

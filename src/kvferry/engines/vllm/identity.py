@@ -13,7 +13,7 @@ from kvferry.client.messages import NamespaceInfo
 from kvferry.engines.planning import ChunkGeometry
 from kvferry.engines.vllm.messages import Assignment, WorkerFacts, WorkerPart
 from kvferry.engines.vllm.settings import ConnectorSettings
-from kvferry.errors import MisconfiguredError
+from kvferry.errors import MisconfiguredError, RefusedError
 from kvferry.identity.domain import DomainKey
 from kvferry.identity.geometry import Device, Geometry, GroupKind, KvGroup, default_chunk_tokens
 from kvferry.identity.namespace import KvScale, NamespaceSpec, Setting, fingerprint
@@ -26,6 +26,7 @@ ENGINE = "vllm"
 # Raised when a supported vLLM release changes the bytes of a block that `layout` and `packing` do not show.
 ENGINE_FORMAT = "0.32"
 _AUTO = "auto"
+MAX_ADAPTERS = 4096
 
 
 def chunk_geometry(config: "VllmConfig", settings: ConnectorSettings, *, device: str) -> ChunkGeometry:
@@ -138,7 +139,28 @@ def _overrides(config: "VllmConfig") -> tuple[Setting, ...]:
         )
     if overrides:
         found.append(Setting("hf_overrides", json.dumps(overrides, sort_keys=True, default=str)))
+    if str(getattr(config.load_config, "load_format", "auto")) == "dummy":
+        found.append(Setting("load_format", "dummy"))  # random weights under a real model's name
+    other = model.hf_config_path
+    if other and str(other) != str(model.model):
+        found.append(Setting("hf_config", hashlib.sha256(_config_text(model).encode()).hexdigest()))
+    if _depends_on_length(model):
+        found.append(Setting("max_model_len", str(model.max_model_len)))
     return tuple(found)
+
+
+def _config_text(model: Any) -> str:
+    return str(model.hf_config.to_json_string(use_diff=False))
+
+
+def _depends_on_length(model: Any) -> bool:
+    """Whether the longest sequence that an engine allows changes how it computes every token.
+
+    LongRoPE takes its long factors where max_model_len exceeds the length the model was trained for;
+    Llama 4 scales its queries where it exceeds 32,768.
+    """
+    texts = [str(getattr(model.hf_text_config, name, "")) for name in ("rope_parameters", "rope_scaling")]
+    return any("longrope" in text for text in texts) or "llama4" in str(model.hf_text_config.model_type)
 
 
 def weights_fingerprint(config: "VllmConfig", settings: ConnectorSettings) -> bytes:
@@ -179,38 +201,44 @@ def engine_label(config: "VllmConfig") -> str:
     return f"vllm:{Path(str(served or config.model_config.model)).name}:{number}/{rank}"
 
 
+Stamp = tuple[tuple[str, int, int, int, int], ...]  # name, size, inode, times of content and of inode
+
+
 @dataclass(frozen=True, slots=True)
 class _Adapter:
-    stamp: tuple[tuple[str, int, int], ...]
+    stamp: Stamp
     digest: "Future[bytes]"
 
 
 class AdapterDigests:
     """Content digests of LoRA adapters, computed off the scheduler's thread and kept.
 
-    An adapter whose files change under its name is refused from then on: the engine may still serve the
-    old weights, and KV must not be stored under the new ones' name.
+    A path whose files change is refused from then on, whatever the adapter is called: the engine may still
+    serve the old weights, and its own prefix cache, which knows adapters by name and path, still holds what
+    they computed. None of it must be stored under the new ones' digest.
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int, str], _Adapter] = {}
-        self._changed: set[tuple[str, int, str]] = set()
+        self._known: dict[str, _Adapter] = {}
+        self._changed: set[str] = set()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvferry-adapters")
 
     def digest(self, lora: Any) -> "Future[bytes] | None":
         """None for an adapter that cannot be named. A failed future counts the same."""
-        name = (str(lora.lora_name), int(lora.lora_int_id), str(lora.lora_path))
-        if name in self._changed or lora.load_inplace:
+        path = str(lora.lora_path)
+        if lora.load_inplace:
+            self._changed.add(path)
+        if path in self._changed:
             return None
-        stamp = _stamp(Path(lora.lora_path))
-        known = self._known.get(name)
+        stamp = _stamp(Path(path))
+        known = self._known.get(path)
         if known is None:
-            if not stamp:
+            if not stamp or len(self._known) >= MAX_ADAPTERS:
                 return None
-            known = _Adapter(stamp, self._pool.submit(model_fingerprint, lora.lora_path))
-            self._known[name] = known
+            known = _Adapter(stamp, self._pool.submit(_unchanged_fingerprint, Path(path), stamp))
+            self._known[path] = known
         elif known.stamp != stamp:
-            self._changed.add(name)
+            self._changed.add(path)
             return None
         return known.digest
 
@@ -219,12 +247,22 @@ class AdapterDigests:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _stamp(directory: Path) -> tuple[tuple[str, int, int], ...]:
+def _unchanged_fingerprint(directory: Path, stamp: Stamp) -> bytes:
+    """Raises RefusedError when files changed while they were read."""
+    digest = model_fingerprint(directory)
+    if _stamp(directory) != stamp:
+        raise RefusedError(f"{directory} changed while it was read")
+    return digest
+
+
+def _stamp(directory: Path) -> Stamp:
     try:
         entries = [(entry.name, entry.stat()) for entry in os.scandir(directory) if entry.is_file()]
     except OSError:
         return ()
-    return tuple(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in entries))
+    return tuple(
+        sorted((name, at.st_size, at.st_ino, at.st_mtime_ns, at.st_ctime_ns) for name, at in entries)
+    )
 
 
 def adapter_extra(digest: bytes | None, generation: bytes) -> bytes | None:

@@ -25,6 +25,11 @@ class SaveBook:
         """Whether blocks can be pinned yet."""
         return self._pins.ready
 
+    @property
+    def room(self) -> int:
+        """How many more blocks may be pinned."""
+        return self._pins.room
+
     def wants(self, digest: bytes) -> bool:
         """Whether this chunk should be stored now."""
         return digest not in self._known and digest not in self._in_flight

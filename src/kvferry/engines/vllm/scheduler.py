@@ -11,7 +11,6 @@ from kvferry.engines.planning import (
     chunk_blocks,
     plan_load,
     plan_lookup,
-    plan_saves,
     tokens_by_tier,
 )
 from kvferry.engines.vllm.counters import Counts
@@ -19,8 +18,6 @@ from kvferry.engines.vllm.messages import (
     Assignment,
     LoadResult,
     LoadSpec,
-    SaveChunk,
-    SaveSpec,
     StepPlan,
     WorkerReport,
 )
@@ -28,11 +25,15 @@ from kvferry.engines.vllm.pins import Pins
 from kvferry.engines.vllm.prefill import PrefillWatch
 from kvferry.engines.vllm.requests import Admission, Phase, Tracked
 from kvferry.engines.vllm.savebook import SaveBook
+from kvferry.engines.vllm.saving import SavePlanner
 from kvferry.errors import RefusedError
 
 ANSWER_MAX_AGE_S = 10.0  # below the node's lease on a load: an older answer is asked for anew
 LOOKUP_MAX_S = 1.0  # behind the client's own, shorter bound
 MAX_QUEUED_COUNTED = 64
+# Prompts are named in the scheduler's thread, at some 20 ns per token. vLLM asks for every waiting request in
+# one go, so a burst would hold a step up; what is over is asked for with the next steps.
+MAX_NAMED_TOKENS_PER_STEP = 1 << 17
 _MISSES = (Reason.COMPLETE, Reason.ABSENT, Reason.EVICTED)
 
 
@@ -71,6 +72,7 @@ class SchedulerSide:
         self._admission = admission
         self._client = client
         self._saves = SaveBook(pins)
+        self._saving = SavePlanner(geometry, self._saves)
         self._prefill = prefill
         self._deadline_cap_s = deadline_cap_s
         self._clock = clock
@@ -78,6 +80,7 @@ class SchedulerSide:
         self._loads: list[LoadSpec] = []
         self._cancelled: list[str] = []
         self._step = 0
+        self._named_tokens = 0
         self._epoch = 0
 
     # -- lookups -----------------------------------------------------------------------------------
@@ -86,16 +89,22 @@ class SchedulerSide:
         """Tokens beyond ``local_tokens`` that can be loaded; (None, False): not known yet."""
         now = self._clock()
         tracked = self._track(request, now)
+        was = tracked.eligibility
         if not self._admission.ready(tracked, now=now):
             return None, False
+        if tracked.eligibility is not was:
+            self.counts.add("ineligible")
         tracked.reopen_after_preemption()
         if tracked.eligibility is not Eligibility.YES or not tracked.reads or tracked.phase is Phase.SETTLED:
             return 0, False
         if tracked.phase is Phase.ANSWERED and not self._still_usable(tracked, local_tokens, now):
             self._drop_answer(tracked)
             tracked.phase = Phase.NEW
-        if tracked.phase is Phase.NEW and not self._ask(tracked, local_tokens, now):
-            return 0, False
+        if tracked.phase is Phase.NEW:
+            if self._named_tokens >= MAX_NAMED_TOKENS_PER_STEP:
+                return None, False
+            if not self._ask(tracked, local_tokens, now):
+                return 0, False
         if tracked.phase is Phase.ASKED:
             self._take_answer(tracked, now)
         return self._offer(tracked, local_tokens)
@@ -143,6 +152,7 @@ class SchedulerSide:
         if plan is None:
             tracked.settle("in the engine itself" if local_tokens else "shorter than a chunk")
             return False
+        self._named_tokens += plan.chunks * self._geometry.chunk_tokens
         try:
             digests = tracked.digests(plan.chunks, chunk_tokens=self._geometry.chunk_tokens)
         except RefusedError:
@@ -290,54 +300,28 @@ class SchedulerSide:
     def plan_step(self, output: Any) -> StepPlan:
         """What the workers do with this step: loads that begin now, saves once its forward has run."""
         self._step += 1
-        saves: list[SaveSpec] = []
+        self._named_tokens = 0
+        scheduled: list[tuple[Tracked, int]] = []
         prefills: list[tuple[int, int]] = []
         for request_id, tokens in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request_id)
             if tracked is None:
                 continue
             tracked.scheduled = True
+            scheduled.append((tracked, tokens))
             prefills.append((tokens, tracked.request.num_computed_tokens))
-            save = self._plan_save(tracked, tokens, output)
-            if save is not None:
-                saves.append(save)
+        saves = self._saving.plan(scheduled, output.kv_connector_block_state)
         timed = self._prefill.planned(self._step, prefills, now=self._clock())
         plan = StepPlan(
             step=self._step,
             timed=timed,
             assignment=self._assignment,
             loads=tuple(self._loads),
-            saves=tuple(saves),
+            saves=saves,
             cancelled=tuple(self._cancelled),
         )
         self._loads, self._cancelled = [], []
         return plan
-
-    def _plan_save(self, tracked: Tracked, scheduled: int, output: Any) -> SaveSpec | None:
-        request = tracked.request
-        chunks = plan_saves(
-            self._geometry,
-            known_tokens=request.num_tokens,
-            computed_tokens=request.num_computed_tokens + scheduled,
-            first_unsaved=tracked.first_unsaved,
-        )
-        if not chunks or tracked.chain is None or not self._saves.ready:
-            return None
-        tracked.first_unsaved = chunks.stop
-        try:
-            digests = tracked.digests(chunks.stop, chunk_tokens=self._geometry.chunk_tokens)
-        except RefusedError:
-            tracked.eligibility, tracked.chain = Eligibility.TOKENS, None
-            return None
-        new = [i for i in chunks if self._saves.wants(digests[i])]
-        tables = output.kv_connector_block_state.get_block_ids(tracked.request_id) if new else None
-        if not tables:
-            return None
-        tracked.story.stored_chunks += len(new)
-        return self._saves.begin(
-            digests[: new[0]],
-            [SaveChunk(i, digests[i], chunk_blocks(self._geometry, i, tables[0])) for i in new],
-        )
 
     def absorb(self, report: WorkerReport) -> None:
         """What the workers finished, and which timed steps came back."""
@@ -350,7 +334,9 @@ class SchedulerSide:
             tracked = self._tracked.get(load.request_id)
             if tracked is not None:
                 tracked.results.append(load)
-        for save in report.saves:
+        # Taken out one by one: should this break off, the rest is still there to be settled, and only that.
+        while report.saves:
+            save = report.saves.pop(0)
             self.counts.add("stored_bytes", save.nbytes)
             self.counts.add("declined_chunks", save.declined)
             self.counts.add("stored_chunks", self._saves.reported(save))

@@ -272,5 +272,5 @@ class WorkerSide:
 
 
 def _all_blocks(spec: LoadSpec) -> tuple[str, list[int]]:
-    """A load's request, and every block it was to fill."""
-    return spec.request_id, [block for blocks in spec.blocks for block in blocks]
+    """A load's request, and every block it was to fill: not those that the engine has itself."""
+    return spec.request_id, [block for at in range(len(spec.blocks)) for block in spec.needed(at)[1]]
