@@ -106,3 +106,58 @@ def test_a_load_that_cannot_be_made_fails_its_own_blocks_only() -> None:
     assert external_blocks([7, 8, 9, 10], external_tokens=8, block_tokens=4) == (9, 10)
     assert external_blocks([7, 8, 9, 10], external_tokens=16, block_tokens=4) == (7, 8, 9, 10)
     assert external_blocks([7, 8], external_tokens=0, block_tokens=4) == ()
+
+
+class Decoding:
+    """One request's decode with drafts, ``depth`` steps planned before the first result is seen.
+
+    The engine plans as if every draft will be accepted and takes the rejected ones back with the result;
+    the worker goes on from what was accepted in truth. ``right[i]``: position i holds its final token's KV.
+    """
+
+    def __init__(self, geometry: ChunkGeometry, *, prompt: int, depth: int) -> None:
+        self.geometry, self.depth = geometry, depth
+        self.known, self.computed, self.first_unsaved = prompt + 1, prompt, 0
+        self.truth = prompt  # positions that the worker has computed for good
+        self.right = [True] * prompt
+        self.saved = 0
+        self.flight: list[tuple[int, int]] = []
+
+    def step(self, drafts: int, accepted: int) -> None:
+        """Plan, compute, and see the result of the oldest step that is over."""
+        accepted = min(drafts, accepted)
+        chunks = plan_saves(
+            self.geometry,
+            known_tokens=self.known,
+            computed_tokens=self.computed + 1 + drafts,
+            first_unsaved=self.first_unsaved,
+        )
+        self.computed += 1 + drafts
+        self.first_unsaved = chunks.stop
+        del self.right[self.truth :]
+        self.right += [True] * (1 + accepted) + [False] * (drafts - accepted)
+        self.truth += 1 + accepted
+        if chunks:
+            self.saved = chunks.stop * self.geometry.chunk_tokens
+        self.flight.append((drafts - accepted, 1 + accepted))
+        if len(self.flight) > self.depth:
+            rejected, new = self.flight.pop(0)
+            self.computed -= rejected
+            self.known += new
+
+
+@given(
+    geometries,
+    st.integers(1, 40),
+    st.integers(0, 2),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=120),
+)
+def test_drafts_and_steps_in_flight_never_enter_a_stored_chunk(
+    geometry: ChunkGeometry, prompt: int, depth: int, steps: list[tuple[int, int]]
+) -> None:
+    """Neither when it is planned nor with any later step, while it may still be being copied."""
+    decoding = Decoding(geometry, prompt=prompt, depth=depth)
+    for drafts, accepted in steps:
+        decoding.step(drafts, accepted)
+        assert all(decoding.right[: decoding.saved])
+        assert len(decoding.right) >= decoding.saved

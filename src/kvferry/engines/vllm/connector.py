@@ -265,18 +265,22 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return 0, False
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
-    @guarded(lambda self, request, blocks, external: None)
+    @guarded(lambda self, request, blocks, external: self._announce(request, blocks, external))
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks are allocated; with external tokens, the load goes out with this step's plan."""
-        if self._scheduler is None:
-            return
-        block_ids: list[int] = []
-        if num_external_tokens:
-            block_ids = blocks.get_block_ids()[0]
-            tokens, size = num_external_tokens, int(self._vllm_config.cache_config.block_size)
-            loaded = external_blocks(block_ids, external_tokens=tokens, block_tokens=size)
-            self._announced.add(request.request_id, loaded)
-        self._scheduler.allocated(request, block_ids, num_external_tokens)
+        block_ids = self._announce(request, blocks, num_external_tokens)
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, block_ids, num_external_tokens)
+
+    def _announce(self, request: Any, blocks: Any, external: int) -> list[int]:
+        """With external tokens vLLM puts the request to wait: from now on it is owed an end of its load."""
+        if not external:
+            return []
+        block_ids: list[int] = blocks.get_block_ids()[0]
+        size = int(self._vllm_config.cache_config.block_size)
+        owed = external_blocks(block_ids, external_tokens=external, block_tokens=size)
+        self._announced.add(request.request_id, owed)
+        return block_ids
 
     @guarded(lambda self, request, tokens: {})
     def get_external_cache_hit_sources(

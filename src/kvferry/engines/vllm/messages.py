@@ -79,7 +79,8 @@ class StepPlan:
     """One step's work.
 
     step: numbers the plans. timed: the worker's report names this step. failed: loads that were announced
-    to the engine but cannot be made.
+    to the engine but cannot be made. rest_s: how long a worker may sleep in this step, which has nothing to
+    run, unless a load ends before.
     """
 
     step: int = 0
@@ -89,6 +90,7 @@ class StepPlan:
     saves: tuple[SaveSpec, ...] = ()
     cancelled: tuple[str, ...] = ()
     failed: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    rest_s: float = 0.0
 
 
 class LoadResult(NamedTuple):

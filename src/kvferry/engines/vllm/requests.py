@@ -11,6 +11,7 @@ A settled request is answered with 0 for the rest of its life or until it is pre
 once when a load failed from its first block, and the same answer again would go on for ever.
 """
 
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -25,6 +26,8 @@ from kvferry.identity.chunks import ChunkChain, Extras
 from kvferry.identity.domain import DomainKey
 
 ADAPTER_WAIT_S = 5.0
+REST_LOADING_S = 0.005  # cut short by the load's end
+REST_ASKED_S = 0.001
 
 
 class Phase(Enum):
@@ -103,6 +106,12 @@ class Tracked:
         if missing:
             self.chain.extend(missing)
         return self.chain.digests[:chunks]
+
+
+def rest_s(requests: Iterable[Tracked]) -> float:
+    """How long workers may sleep in a step that runs nothing, so that what it waits for has the cores."""
+    phases = {tracked.phase for tracked in requests}
+    return REST_LOADING_S if Phase.LOADING in phases else REST_ASKED_S if Phase.ASKED in phases else 0.0
 
 
 class Admission:

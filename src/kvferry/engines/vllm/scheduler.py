@@ -23,7 +23,7 @@ from kvferry.engines.vllm.messages import (
 )
 from kvferry.engines.vllm.pins import Pins
 from kvferry.engines.vllm.prefill import PrefillWatch
-from kvferry.engines.vllm.requests import Admission, Phase, Tracked
+from kvferry.engines.vllm.requests import Admission, Phase, Tracked, rest_s
 from kvferry.engines.vllm.savebook import SaveBook
 from kvferry.engines.vllm.saving import SavePlanner
 from kvferry.errors import RefusedError
@@ -319,6 +319,7 @@ class SchedulerSide:
             loads=tuple(self._loads),
             saves=saves,
             cancelled=tuple(self._cancelled),
+            rest_s=0.0 if output.num_scheduled_tokens else rest_s(self._tracked.values()),
         )
         self._loads, self._cancelled = [], []
         return plan

@@ -113,7 +113,7 @@ class WorkerSide:
         self._store: Store | None = None
         self._pinned: list[PinnedMemory] = []
         self._pinned_mapping: object | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._loaded: list[tuple[LoadResult, list[int]]] = []
         self._saved: list[SaveResult] = []
         self._failed_blocks: set[int] = set()
@@ -122,6 +122,7 @@ class WorkerSide:
         self._plan_step = 0
         self._timed_step = 0
         self._loads: deque[LoadSpec] = deque()
+        self._rest_s = 0.0
         self._saves: deque[SaveSpec] = deque()
         self._loader = Loader(
             memory.copier,
@@ -147,6 +148,7 @@ class WorkerSide:
     def _load_done(self, result: LoadResult, failed: list[int]) -> None:
         with self._lock:
             self._loaded.append((result, failed))
+            self._lock.notify()
 
     def _save_done(self, result: SaveResult) -> None:
         with self._lock:
@@ -180,6 +182,7 @@ class WorkerSide:
         self._timed_step = plan.step if plan.timed else 0
         self._loads = deque(plan.loads)
         self._saves = deque(plan.saves)
+        self._rest_s = plan.rest_s
 
     def end_step(self) -> None:
         """After the forward pass: what it computed may be copied out."""
@@ -197,8 +200,15 @@ class WorkerSide:
             self._saves.popleft()
 
     def finished_loads(self) -> set[str]:
-        """Requests whose loads have ended since the last call; their failed blocks come with it."""
+        """Requests whose loads have ended since the last call; their failed blocks come with it.
+
+        A step that has nothing to run sleeps here until a load ends, for ``rest_s`` at most: the engine would
+        ask again at once, and its spinning takes the core that node and copies need.
+        """
+        rest_s, self._rest_s = self._rest_s, 0.0
         with self._lock:
+            if rest_s and not self._loaded:
+                self._lock.wait(rest_s)
             loaded, self._loaded = self._loaded, []
         for result, failed in loaded:
             self._results.append(result)
