@@ -1,10 +1,12 @@
 """What is copied out of an engine is bounded, comes back whatever breaks, and is fair to every request."""
 
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.engines.test_identity import model_directory
 
 from kvferry.client.messages import LookupAnswer, LookupRequest, NamespaceInfo, Reason, Report
 from kvferry.engines.planning import ChunkGeometry
@@ -69,10 +71,11 @@ class Bench:
         )
         self.requests: dict[str, FakeRequest] = {}
 
-    def running(self, name: str, tokens: int) -> FakeRequest:
+    def running(self, name: str, tokens: int, *, lora: Any = None) -> FakeRequest:
         """A request with its blocks that has computed nothing yet."""
         rng = random.Random(name)
         request = FakeRequest(name, [rng.randrange(50000) for _ in range(tokens)])
+        request.lora_request = lora
         request.blocks = self.pool.take(-(-tokens // BLOCK)) or []
         while self.side.matched_tokens(request, 0)[0] is None:
             pass
@@ -202,7 +205,7 @@ def test_a_report_that_broke_off_is_settled_once(bench: Bench, monkeypatch: pyte
     assert bench.pins.reported(first)
 
 
-def test_an_adapter_that_turns_out_unreadable_is_counted_as_ineligible(bench: Bench, tmp_path: Any) -> None:
+def test_an_adapter_that_turns_out_unreadable_is_counted_as_ineligible(bench: Bench, tmp_path: Path) -> None:
     (tmp_path / "readme").write_text("no weights here")
     request = FakeRequest("a", list(range(40)))
     request.lora_request = SimpleNamespace(
@@ -211,3 +214,26 @@ def test_an_adapter_that_turns_out_unreadable_is_counted_as_ineligible(bench: Be
     while bench.side.matched_tokens(request, 0)[0] is None:
         pass
     assert bench.side.counts.take() == {"ineligible": 1}
+
+
+def model_at(path: Path, seed: int) -> SimpleNamespace:
+    """An adapter there, and a request's reference to it."""
+    model_directory(path, seed=seed)
+    return SimpleNamespace(lora_path=str(path), lora_name="x", lora_int_id=1, load_inplace=False)
+
+
+@pytest.mark.parametrize("in_place", ["same files' path", "another path"])
+def test_nothing_is_stored_of_a_request_whose_adapter_was_replaced_while_it_ran(
+    bench: Bench, tmp_path: Path, in_place: str
+) -> None:
+    """The engine goes on with the new weights: what it computes is neither adapter's."""
+    bench.running("a", 8 * BLOCK, lora=model_at(tmp_path / "1", 1))
+    assert bench.step(a=3 * BLOCK).saves
+    if in_place == "another path":
+        reloaded = FakeRequest("b", [1] * 40)
+        reloaded.lora_request = model_at(tmp_path / "2", 2)
+        reloaded.lora_request.load_inplace = True
+        assert bench.side.matched_tokens(reloaded, 0) == (0, False)
+    else:
+        model_at(tmp_path / "1", 2)
+    assert not bench.step(a=3 * BLOCK).saves

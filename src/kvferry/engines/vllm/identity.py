@@ -221,14 +221,16 @@ class AdapterDigests:
     def __init__(self) -> None:
         self._known: dict[str, _Adapter] = {}
         self._changed: set[str] = set()
+        self._replaced: set[int] = set()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="kvferry-adapters")
 
     def digest(self, lora: Any) -> "Future[bytes] | None":
         """None for an adapter that cannot be named. A failed future counts the same."""
         path = str(lora.lora_path)
-        if lora.load_inplace:
+        if lora.load_inplace:  # under the engine's number for it, which other paths may have had before
             self._changed.add(path)
-        if path in self._changed:
+            self._replaced.add(int(lora.lora_int_id))
+        if path in self._changed or lora.lora_int_id in self._replaced:
             return None
         stamp = _stamp(Path(path))
         known = self._known.get(path)
@@ -241,6 +243,11 @@ class AdapterDigests:
             self._changed.add(path)
             return None
         return known.digest
+
+    def unchanged(self, lora: Any) -> bool:
+        """Whether what it computes may still be stored. Whoever replaces it writes its files first."""
+        known = self._known.get(str(lora.lora_path))
+        return known is not None and self.digest(lora) is known.digest
 
     def close(self) -> None:
         """Stop the thread; a digest being computed is not waited for."""

@@ -153,6 +153,14 @@ class Admission:
             self._start_chain(tracked, adapter.result())
         return True
 
+    def still_named(self, tracked: Tracked) -> bool:
+        """Whether what it computes now still belongs to its chain: an adapter may be replaced meanwhile."""
+        lora = tracked.request.lora_request
+        if lora is None or self._adapters.unchanged(lora):
+            return True
+        tracked.eligibility, tracked.chain = Eligibility.ADAPTER, None
+        return False
+
     def _start_chain(self, tracked: Tracked, adapter: bytes | None) -> None:
         try:
             extras = Extras(

@@ -5,7 +5,7 @@ from typing import NamedTuple, Protocol
 
 from kvferry.engines.planning import ChunkGeometry, Eligibility, chunk_blocks, plan_saves
 from kvferry.engines.vllm.messages import SaveChunk, SaveSpec
-from kvferry.engines.vllm.requests import Tracked
+from kvferry.engines.vllm.requests import Admission, Tracked
 from kvferry.engines.vllm.savebook import SaveBook
 from kvferry.errors import RefusedError
 
@@ -30,8 +30,9 @@ class _Due(NamedTuple):
 class SavePlanner:
     """Scheduler's thread only. Nothing that does not fit is lost: it is due again with the next step."""
 
-    def __init__(self, geometry: ChunkGeometry, book: SaveBook) -> None:
+    def __init__(self, geometry: ChunkGeometry, admission: Admission, book: SaveBook) -> None:
         self._geometry = geometry
+        self._admission = admission
         self._book = book
 
     def plan(
@@ -61,6 +62,8 @@ class SavePlanner:
         )
 
     def _save(self, tracked: Tracked, chunks: range, tables: BlockTables) -> SaveSpec | None:
+        if not self._admission.still_named(tracked):
+            return None
         try:
             digests = tracked.digests(chunks.stop, chunk_tokens=self._geometry.chunk_tokens)
         except RefusedError:

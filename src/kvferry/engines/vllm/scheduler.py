@@ -72,7 +72,7 @@ class SchedulerSide:
         self._admission = admission
         self._client = client
         self._saves = SaveBook(pins)
-        self._saving = SavePlanner(geometry, self._saves)
+        self._saving = SavePlanner(geometry, admission, self._saves)
         self._prefill = prefill
         self._deadline_cap_s = deadline_cap_s
         self._clock = clock
