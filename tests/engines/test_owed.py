@@ -90,3 +90,11 @@ def test_a_load_that_breaks_fails_no_block_that_the_engine_had_itself(worker: Wo
     half = LoadSpec("a", (ticket,), ((1, 2), (3, 4)), BlockSpan(1, 2))
     worker.decline(StepPlan(step=1, assignment=ASSIGNMENT, loads=(half,)))
     assert answered(worker)[:2] == ({"a"}, {2, 3, 4})
+
+
+def test_saves_of_a_step_without_its_last_hook_are_reported_with_the_next(worker: WorkerSide) -> None:
+    """Else their blocks would stay pinned and the idle engine would step for ever."""
+    worker.begin_step(StepPlan(step=1, assignment=ASSIGNMENT, saves=plan(1).saves))
+    worker.begin_step(StepPlan(step=2, assignment=ASSIGNMENT))
+    worker.end_step()
+    assert answered(worker) == (set(), set(), [9])

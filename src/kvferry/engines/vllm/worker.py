@@ -177,7 +177,11 @@ class WorkerSide:
             self._loads.popleft()
 
     def _accept(self, plan: StepPlan) -> None:
-        """From here on everything in the plan is owed an answer, whatever goes wrong."""
+        """From here on everything in the plan is owed an answer, whatever goes wrong.
+
+        So is what is left of the plan before, should its step have ended without its last hook.
+        """
+        self._decline_left()
         self._plan_step = plan.step
         self._timed_step = plan.step if plan.timed else 0
         self._loads = deque(plan.loads)
@@ -239,6 +243,9 @@ class WorkerSide:
         if plan is not None and plan.step != self._plan_step:
             self._accept(plan)
             self.fail(plan.failed)
+        self._decline_left()
+
+    def _decline_left(self) -> None:
         while self._loads:
             self.fail([_all_blocks(self._loads.popleft())])
         while self._saves:
