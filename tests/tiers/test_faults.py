@@ -314,3 +314,64 @@ def test_short_deadlines_find_out_a_stopped_server_too(server: Server) -> None:
     finally:
         server.resume()
         tier.close()
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_server_that_dies_while_idle_is_down_without_a_request_and_comes_back(
+    tmp_path: Path, how: str
+) -> None:
+    server = start_server(tmp_path)
+    tier = ValkeyTier.connect(server.settings(idle_s=0.1))
+    try:
+        ref = stored(tier, 50, 200_000)
+        if how == "killed":
+            server.stop()
+        else:
+            server.pause()
+        until(lambda: tier.statistics().state == "down")
+        assert str(server.port) in tier.statistics().detail["breaker_open"]
+        assert not tier.statistics().failed
+        began = time.monotonic()
+        assert outcome_of(tier, ref, deadline_s=60.0) is Outcome.REFUSED
+        assert time.monotonic() - began < 30.0  # no wait for the server: nothing but the deadline is far away
+        if how == "killed":
+            server = start_server(tmp_path, port=server.port)
+        else:
+            server.resume()
+        until(lambda: tier.statistics().state == "up")
+        assert outcome_of(tier, ref) is (Outcome.MISS if how == "killed" else Outcome.OK)
+    finally:
+        tier.close()
+        server.stop()
+
+
+def test_a_server_is_asked_only_after_a_silence_and_once_in_that_time(server: Server) -> None:
+    tier = ValkeyTier.connect(server.settings(idle_s=1000.0))
+    try:
+        (shard,) = tier._router.shards
+        before = shard.heard_at
+        stored(tier, 51, 1000)
+        heard_at = shard.heard_at
+        assert heard_at > before
+        assert not shard.needs_probe(heard_at + 999)
+        assert shard.needs_probe(heard_at + 1001)
+        assert not shard.needs_probe(heard_at + 1002)
+        assert shard.needs_probe(heard_at + 2002)
+        shard.probe_failed("an answer came meanwhile", since=heard_at)
+        assert tier.statistics().state == "up"
+    finally:
+        tier.close()
+
+
+def test_a_user_who_may_not_ping_has_a_living_server(server: Server) -> None:
+    server.ask("ACL", "SETUSER", "mute", "on", ">pw", "~*", "+@read", "+client", "+info", "-ping")
+    url = ValkeyUrl((server.address,), user="mute", password="pw")
+    tier = ValkeyTier.connect(ValkeySettings(url, idle_s=0.05))
+    try:
+        (shard,) = tier._router.shards
+        heard_at = shard.heard_at
+        until(lambda: shard.heard_at > heard_at)
+        assert tier.statistics().state == "up"
+    finally:
+        tier.close()
+        server.ask("ACL", "DELUSER", "mute")

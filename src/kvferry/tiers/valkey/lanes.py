@@ -41,7 +41,10 @@ class Routes(Protocol):
 
 
 class Home(Protocol):
-    """The shard, as its movers see it. ``generation`` grows with every connection lost."""
+    """The shard, as its movers see it. ``generation`` grows with every connection lost.
+
+    ``heard_at``: monotonic time of the latest answer.
+    """
 
     address: Address
     settings: ValkeySettings
@@ -49,6 +52,7 @@ class Home(Protocol):
     routes: Routes
     generation: int
     last_error: str
+    heard_at: float
 
     @property
     def suspected(self) -> bool:

@@ -160,6 +160,7 @@ class Mover(threading.Thread):
         self._inflight.popleft()
         self.inflight_bytes -= job.payload_bytes
         job.asking = False
+        self._shard.heard_at = time.monotonic()
         if self._shard.suspected:
             self._shard.succeeded()
 

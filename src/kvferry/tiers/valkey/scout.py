@@ -1,6 +1,7 @@
 """The thread that finds things out over the network, so that nothing else waits for the answers.
 
-It probes shards whose breaker is open, and asks for a Cluster's map when a redirect, a lost connection or
+It probes shards whose breaker is open, and those that were idle for a while: a server that died meanwhile
+should cost no request anything. It asks for a Cluster's map when a redirect, a lost connection or
 a failed probe says that the old one is wrong.
 """
 
@@ -20,6 +21,9 @@ from kvferry.tiers.valkey.stream import Until
 from kvferry.tiers.valkey.topology import SlotRange, ask_topology
 
 PROBE_S = 0.25
+IDLE_PROBE_S = 0.5
+"""Longer: a busy host may be slow to answer, and a server taken for dead refuses requests."""
+_UNWELL = ("LOADING", "BUSY", "MASTERDOWN")
 REFRESH_S = 0.5
 MIN_REFRESH_INTERVAL_S = 0.1
 DEFECT_PAUSE_S = 0.05
@@ -84,7 +88,7 @@ class Scout(threading.Thread):
 
     def _pause_s(self) -> float | None:
         now = time.monotonic()
-        times = [at for shard in self._territory.shards if (at := shard.probe_at()) is not None]
+        times = [shard.probe_at() for shard in self._territory.shards]
         if self._map_wanted:
             times.append(self._refreshed_at + MIN_REFRESH_INTERVAL_S)
         return max(min(times) - now, 0.0) if times else None
@@ -93,8 +97,7 @@ class Scout(threading.Thread):
         if self._map_wanted and time.monotonic() >= self._refreshed_at + MIN_REFRESH_INTERVAL_S:
             self._refresh()
         for shard in self._territory.shards:
-            at = shard.probe_at()
-            if at is not None and time.monotonic() >= at and not self._stopped:
+            if not self._stopped and shard.needs_probe(time.monotonic()):
                 self._probe(shard)
 
     def _refresh(self) -> None:
@@ -125,7 +128,8 @@ class Scout(threading.Thread):
         return ()
 
     def _probe(self, shard: Shard) -> None:
-        deadline = time.monotonic() + PROBE_S
+        began = time.monotonic()
+        deadline = began + (PROBE_S if shard.is_open else IDLE_PROBE_S)
         try:
             connection = Connection.open(shard.address, self._settings, tls=self._tls, deadline=deadline)
             try:
@@ -133,10 +137,10 @@ class Scout(threading.Thread):
             finally:
                 connection.close()
         except KvferryError as error:
-            shard.probe_failed(str(error))
+            shard.probe_failed(str(error), since=began)
             self._map_wanted = self._clustered
             return
-        if isinstance(answer, ServerError):
-            shard.probe_failed(str(answer))
+        if isinstance(answer, ServerError) and answer.code in _UNWELL:
+            shard.probe_failed(str(answer), since=began)
         else:
             shard.succeeded()

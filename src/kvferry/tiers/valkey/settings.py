@@ -20,6 +20,7 @@ class ValkeySettings:
     pipeline_depth, pipeline_bytes: commands and bytes in flight on one connection, at most.
     connect_s: longest wait for a connection to be made and greeted.
     stall_s: longest time in which nothing moves on a connection that owes a reply.
+    idle_s: without an answer for so long a server is asked for one, in the background.
     queued_stripes: stripes waiting per shard and kind of work; more are refused.
     """
 
@@ -30,5 +31,6 @@ class ValkeySettings:
     pipeline_bytes: int = 24 << 20
     connect_s: float = 1.0
     stall_s: float = 0.5
+    idle_s: float = 5.0
     queued_stripes: int = 65536
     client_name: str = "kvferry"

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from kvferry.tiers.breaker import Breaker
+from kvferry.tiers.breaker import SILENCE, Breaker
 from kvferry.tiers.valkey.jobs import Cause, Job, Verdict
 from kvferry.tiers.valkey.lanes import LANES, Lane, LaneQueue, Routes
 from kvferry.tiers.valkey.mover import Mover
@@ -25,6 +25,7 @@ class Shard:
         self.routes = routes
         self.generation = 0
         self.last_error = ""
+        self.heard_at = self._checked_at = time.monotonic()
         self._lock = threading.Lock()
         self._breaker = Breaker()
         self._queues = {lane: LaneQueue(settings.queued_stripes) for lane in Lane}
@@ -105,6 +106,7 @@ class Shard:
 
     def succeeded(self) -> None:
         """A reply arrived."""
+        self.heard_at = time.monotonic()
         with self._lock:
             self._breaker.succeeded()
 
@@ -113,13 +115,25 @@ class Shard:
         """Whether a failure has been counted since the last success."""
         return self._breaker.weight > 0
 
-    def probe_at(self) -> float | None:
-        """When the breaker wants its next probe; None while closed."""
+    def probe_at(self) -> float:
+        """When the next probe is due: the breaker's while open, else that of a server long not heard of."""
         with self._lock:
-            return self._breaker.next_probe_at()
+            at = self._breaker.next_probe_at()
+        return max(self.heard_at, self._checked_at) + self.settings.idle_s if at is None else at
 
-    def probe_failed(self, message: str) -> None:
-        """The probe had no good answer."""
+    def needs_probe(self, now: float) -> bool:
+        """Whether to probe now. Work under way finds out by itself how the server is."""
+        if now < self.probe_at():
+            return False
+        self._checked_at = now
+        return self.is_open or self.is_idle
+
+    def probe_failed(self, message: str, *, since: float) -> None:
+        """A probe sent at ``since`` had no good answer: silence, unless an answer came to someone else."""
+        if not self.is_open:
+            if self.heard_at < since:
+                self.failed(SILENCE, message)
+            return
         self.last_error = message
         with self._lock:
             self._breaker.probe_failed(time.monotonic())
