@@ -10,13 +10,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.servers import free_ports
 
 import kvferry
 from kvferry.cli import explain as explain_verb
+from kvferry.cli import status as status_verb
 from kvferry.cli.main import VERBS, main
-from kvferry.cli.table import causes, duration, share, table
+from kvferry.cli.table import COLUMNS, causes, clip, compact, duration, share, table
 from kvferry.client.admin import AdminClient
 from kvferry.config import NODE_SETTINGS, NodeSettings
 from kvferry.node.explain import Record
@@ -95,6 +97,70 @@ def test_status_shows_people_units_and_programs_everything(
     assert "no engine is connected" in text
     assert main(["status", "--json", "--socket", str(tmp_path / "node.sock")]) == 0
     assert json.loads(capsys.readouterr().out)["pool_bytes"] == node.statistics().pool_bytes
+
+
+def test_the_status_of_a_large_node_fits_a_hundred_columns(node: Node) -> None:
+    status = json.loads(msgspec.json.encode(node.statistics()))
+    status["catalogue"] |= {
+        "used_bytes": 1023.9 * 2**30,
+        "pool_bytes": 1023.9 * 2**30,
+        "evicted_parts": 10**9,
+    }
+    status["counters"] |= {
+        "lookups": 10**9,
+        "lookup_chunks": 10**12,
+        "committed_bytes": 10**15,
+        "hit_tokens": {"memory": 10**12, "valkey": 10**12},
+        "hit_bytes": {"memory": 10**15, "valkey": 10**15},
+        "failed": {f"{reason.value}-{tier}": 10**6 for reason in Reason for tier in ("memory", "valkey")},
+    }
+    addresses = " ".join(f"10.0.0.{number}:6379" for number in range(32))
+    status["tier"] = {
+        "name": "valkey",
+        "state": "degraded",
+        "fetched_bytes": 10**15,
+        "stored_bytes": 10**15,
+        "failed": {"dropped": 5},
+        "detail": {
+            "server": "valkey 9.1.2",
+            "mode": "cluster of 32 shards",
+            "url": "valkey-cluster://10.0.0.1:6379,10.0.0.2:6379",
+            "shards": addresses,
+            "warning": "a sentence of many words " * 5,
+            "breaker_open": "10.0.0.1:6379: connection refused",
+        },
+    }
+    engine = {
+        "engine": "vllm:" + "long" * 20 + ":abcdef12/0",
+        "role": "scheduler",
+        "rank": 100,
+        "pid": 4194304,
+    }
+    more = {"label": "/models/" + "m" * 200, "domain": "d" * 64, "loads": 1000, "reservations": 8192}
+    status["engines"] = [engine | more]
+    lines = status_verb.render(status).splitlines()
+    assert max(map(len, lines)) <= COLUMNS
+    text = "\n".join(lines)
+    (valkey,) = [line.split() for line in lines if line.startswith("valkey  degraded")]
+    assert valkey[2] == "-"
+    assert "valkey 9.1.2, cluster of 32 shards, valkey-cluster://10.0.0.1:6379" in text
+    assert all(address in text.split() for address in addresses.split())
+    assert "breaker open: 10.0.0.1:6379: connection refused" in text
+    assert ":abcdef12/0" in text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (999_999, "999,999"), (1_000_000, "1.0 M"), (999_999_999, "999.9 M"), (5.04e12, "5.0 T")],
+)
+def test_large_counts_take_seven_columns(number: float, text: str) -> None:
+    assert compact(number) == text
+
+
+def test_a_long_name_keeps_both_its_ends() -> None:
+    assert clip("abcdefghij", 10) == "abcdefghij"
+    assert clip("abcdefghijk", 10) == "abcd..hijk"
+    assert clip("abcdefghijk", 9) == "abc..hijk"
 
 
 def test_dropping_says_how_much(node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

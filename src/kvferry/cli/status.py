@@ -5,11 +5,14 @@ import json
 from typing import Any
 
 from kvferry.cli.address import add_socket_argument, node_socket, rendered
-from kvferry.cli.table import causes, count, duration, share, table
+from kvferry.cli.table import LINE_COLUMNS, causes, clip, compact, count, duration, labelled, share, table
 from kvferry.config import client_token, format_size
 
-# Details of a tier that are sentences: each gets a line of its own under the table.
-_LINES = ("warning", "breaker_open")
+# Details of a tier that get a line of their own under the table; the others share one, these first.
+_LINES = ("warning", "breaker_open", "shards")
+_FIRST = ("server", "mode", "url")
+_ENGINE_COLUMNS = 30
+_DOMAIN_COLUMNS = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,22 +25,33 @@ def render(status: dict[str, Any]) -> str:
     """The status document as text for people, every number with its unit."""
     counters: dict[str, Any] = status["counters"]
     lines = [
-        f"node {status['pid']} at {status['socket_path']}, kvferry {status['version']}, "
-        f"up {duration(status['uptime_s'])}",
+        labelled(
+            "node",
+            f"{status['pid']} at {status['socket_path']}, kvferry {status['version']}, "
+            f"up {duration(status['uptime_s'])}",
+        ),
         "",
         _tiers(status, counters),
         "",
-        f"lookups   {count(counters['lookups'])} for {count(counters['lookup_chunks'])} chunks: "
-        f"{count(sum(counters['hit_chunks'].values()))} hit "
-        f"({share(sum(counters['hit_chunks'].values()), counters['lookup_chunks'])}), "
-        f"{count(counters['missed_chunks'])} missed, "
-        f"{count(counters['recomputed_chunks'])} cheaper to recompute",
-        f"failures  {causes(counters['failed'])}",
-        f"running   {count(status['loads'])} loads, {count(status['fetches'])} fetches, "
-        f"{format_size(status['writeback_backlog_bytes'])} waiting to be written to Valkey",
+        labelled(
+            "lookups",
+            f"{count(counters['lookups'])} for {count(counters['lookup_chunks'])} chunks: "
+            f"{count(sum(counters['hit_chunks'].values()))} hit "
+            f"({share(sum(counters['hit_chunks'].values()), counters['lookup_chunks'])}), "
+            f"{count(counters['missed_chunks'])} missed, "
+            f"{count(counters['recomputed_chunks'])} cheaper to recompute",
+        ),
+        labelled("failures", causes(counters["failed"])),
+        labelled(
+            "running",
+            f"{count(status['loads'])} loads, {count(status['fetches'])} fetches, "
+            f"{format_size(status['writeback_backlog_bytes'])} waiting to be written to Valkey",
+        ),
     ]
     if status["defects"]:
-        lines.append(f"defects   {count(status['defects'])} (see the node's log, and please report them)")
+        lines.append(
+            labelled("defects", f"{count(status['defects'])} (see the node's log, and please report them)")
+        )
     return "\n".join([*lines, "", _engines(status["engines"])])
 
 
@@ -51,7 +65,7 @@ def _tiers(status: dict[str, Any], counters: dict[str, Any]) -> str:
             *_hits(counters, "memory"),
             "-",
             format_size(counters["committed_bytes"]),
-            count(held["evicted_parts"]),
+            compact(held["evicted_parts"]),
         ]
     ]
     tier: dict[str, Any] | None = status["tier"]
@@ -60,30 +74,34 @@ def _tiers(status: dict[str, Any], counters: dict[str, Any]) -> str:
             [
                 tier["name"],
                 tier["state"],
-                ", ".join(
-                    f"{name} {tier['detail'][name]}" for name in sorted(tier["detail"]) if name not in _LINES
-                )
-                or "-",
+                "-",  # a node does not know what others have put there
                 *_hits(counters, tier["name"]),
                 format_size(tier["fetched_bytes"]),
                 format_size(tier["stored_bytes"]),
                 "-",
             ]
         )
-    text = table(
-        ["TIER", "STATE", "HOLDS", "HIT TOKENS", "HIT BYTES", "READ", "WRITTEN", "EVICTED PARTS"], rows
-    )
-    if tier is not None:
-        for name in _LINES:
-            if name in tier["detail"]:
-                text += f"\n{tier['name']} {name.replace('_', ' ')}: {tier['detail'][name]}"
-        if any(tier["failed"].values()):
-            text += f"\n{tier['name']} failures: {causes(tier['failed'])}"
-    return text
+    text = table(["TIER", "STATE", "HOLDS", "HIT TOKENS", "HIT BYTES", "READ", "WRITTEN", "EVICTED"], rows)
+    return text if tier is None else "\n".join([text, *_about(tier)])
+
+
+def _about(tier: dict[str, Any]) -> list[str]:
+    """Where a tier is and what it complains of, in lines under the table."""
+    detail: dict[str, str] = tier["detail"]
+    order = [*_FIRST, *sorted(detail.keys() - set(_FIRST) - set(_LINES))]
+    words = [detail[name] if name in _FIRST else f"{name} {detail[name]}" for name in order if name in detail]
+    lines = ["", labelled(tier["name"], ", ".join(words))] if words else [""]
+    for name in _LINES:
+        text = detail.get(name, "")
+        if text and (name != "shards" or " " in text):  # a single one is the address in the URL
+            lines.append(labelled("", f"{name.replace('_', ' ')}: {text}"))
+    if any(tier["failed"].values()):
+        lines.append(labelled("", f"failures: {causes(tier['failed'])}"))
+    return lines
 
 
 def _hits(counters: dict[str, Any], tier: str) -> list[str]:
-    return [count(counters["hit_tokens"].get(tier, 0)), format_size(counters["hit_bytes"].get(tier, 0))]
+    return [compact(counters["hit_tokens"].get(tier, 0)), format_size(counters["hit_bytes"].get(tier, 0))]
 
 
 def _engines(engines: list[dict[str, Any]]) -> str:
@@ -91,18 +109,19 @@ def _engines(engines: list[dict[str, Any]]) -> str:
         return "no engine is connected; `kvferry flags vllm` prints the flag that connects one"
     rows = [
         [
-            engine["engine"],
+            clip(engine["engine"], _ENGINE_COLUMNS),
             engine["role"],
             str(engine["rank"]),
             str(engine["pid"]),
-            engine["label"] or "-",
-            engine["domain"] or "-",
+            clip(engine["domain"] or "-", _DOMAIN_COLUMNS),
             count(engine["loads"]),
             count(engine["reservations"]),
         ]
         for engine in engines
     ]
-    return table(["ENGINE", "ROLE", "RANK", "PID", "MODEL", "DOMAIN", "LOADS", "RESERVED"], rows)
+    text = table(["ENGINE", "ROLE", "RANK", "PID", "DOMAIN", "LOADS", "RESERVED"], rows)
+    models = sorted({clip(engine["label"], LINE_COLUMNS) for engine in engines if engine["label"]})
+    return "\n".join([text, *([""] if models else []), *(labelled("model", label) for label in models)])
 
 
 def main(args: argparse.Namespace) -> int:

@@ -1,6 +1,11 @@
-"""Plain text tables and numbers for people."""
+"""Plain text tables and numbers for people, at most ``COLUMNS`` wide."""
 
+import textwrap
 from collections.abc import Sequence
+
+COLUMNS = 100
+_LABEL = 10  # columns of a label before its text
+LINE_COLUMNS = COLUMNS - _LABEL
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -23,6 +28,34 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def count(number: float) -> str:
     """``12,345``."""
     return f"{number:,.0f}"
+
+
+def compact(number: float) -> str:
+    """In at most 7 columns: ``123,456``, ``12.3 M``, ``1.2 G``, ``5.0 T``."""
+    if number < 1e6:
+        return count(number)
+    size, unit = next((size, unit) for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if number >= size)
+    return f"{number // (size / 10) / 10:.1f} {unit}"
+
+
+def clip(text: str, width: int) -> str:
+    """At most ``width`` columns: what is too much goes out of the middle, for names differ at both ends."""
+    if len(text) <= width:
+        return text
+    head = (width - 2) // 2
+    return f"{text[:head]}..{text[len(text) - (width - 2 - head) :]}"
+
+
+def labelled(label: str, text: str) -> str:
+    """``label     text``, wrapped; words are left whole, that they can be copied."""
+    return textwrap.fill(
+        text,
+        COLUMNS,
+        initial_indent=label.ljust(_LABEL - 1) + " ",
+        subsequent_indent=" " * _LABEL,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def share(part: float, whole: float) -> str:

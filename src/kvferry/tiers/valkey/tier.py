@@ -30,6 +30,7 @@ from kvferry.tiers.valkey.jobs import (
 )
 from kvferry.tiers.valkey.router import Router
 from kvferry.tiers.valkey.settings import ValkeySettings
+from kvferry.tiers.valkey.shard import Shard
 from kvferry.tiers.valkey.stream import tls_context
 
 REMOVE_S = 5.0
@@ -143,7 +144,7 @@ class ValkeyTier:
         detail["url"] = str(self._settings.url)
         detail["shards"] = " ".join(str(shard.address) for shard in shards)
         if broken:
-            detail["breaker_open"] = "; ".join(f"{shard.address}: {shard.last_error}" for shard in broken)
+            detail["breaker_open"] = "; ".join(_complaint(shard) for shard in broken)
         with self._lock:
             return TierStatistics(
                 name=self.name,
@@ -192,6 +193,12 @@ class ValkeyTier:
                 self._missed += 1
             else:
                 self._failed[part.cause.value] += 1
+
+
+def _complaint(shard: Shard) -> str:
+    """Most errors of connections name the address."""
+    address, error = str(shard.address), shard.last_error
+    return error if error.startswith(address) else f"{address}: {error}"
 
 
 def _ignore(part: Part) -> None:
