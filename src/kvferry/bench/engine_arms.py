@@ -60,7 +60,7 @@ class Versus:
     section: str
     with_s: float
     without_s: float
-    hooks_s: float = 0.0  # time inside the connector's methods, scheduler and worker side together
+    hooks_s: float = 0.0  # inside the connector's methods, both sides, and waiting for the node's answer
 
     @property
     def ratio(self) -> float:
@@ -136,10 +136,11 @@ class Arms:
         hooks = 0.0
         for name in ("A", "P") if first_with else ("P", "A"):
             before = self.hooks_s()
-            seconds[name] = self._ask(self.fleet.replicas[name], prompt).ttft_s
+            reply = self._ask(self.fleet.replicas[name], prompt)
+            seconds[name] = reply.ttft_s
             if name == "A":
                 self.fleet.node_view.wait_written_back()
-                hooks = self.hooks_s() - before
+                hooks = self.hooks_s() - before + self._story(reply).engine_lookup_s
         return self._versus("cold", seconds, hooks)
 
     def throughput(self, *, requests: int, tokens: int, concurrency: int, first_with: bool) -> Versus:
@@ -156,7 +157,7 @@ class Arms:
         versus = Versus(section, with_s=seconds["A"], without_s=seconds["P"], hooks_s=hooks)
         self.say(
             f"{section}: with {versus.with_s:.3f} s, without {versus.without_s:.3f} s, {versus.ratio:.3f}x"
-            + (f", in the connector's methods {hooks * 1e3:.1f} ms" if hooks else "")
+            + (f", by timestamps {hooks * 1e3:.1f} ms of it" if hooks else "")
         )
         return versus
 

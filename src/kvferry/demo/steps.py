@@ -91,7 +91,8 @@ class Story:
     """What the node knows of one request. chunks, nbytes: loaded, by tier name.
 
     load_s is the node's time; engine_load_s and engine_bytes are the connector's own: until the last block
-    was copied, on the slowest rank, and over all ranks.
+    was copied, on the slowest rank, and over all ranks. engine_lookup_s: how long the request waited in the
+    scheduler for the node's answer.
     """
 
     chunks: dict[str, int]
@@ -101,9 +102,10 @@ class Story:
     chunk_tokens: int
     engine_load_s: float
     engine_bytes: int
+    engine_lookup_s: float
 
 
-NO_STORY = Story({}, {}, "", 0.0, 0, 0.0, 0)
+NO_STORY = Story({}, {}, "", 0.0, 0, 0.0, 0, 0.0)
 
 
 def story_of(records: Sequence[dict[str, Any]]) -> Story:
@@ -121,6 +123,7 @@ def story_of(records: Sequence[dict[str, Any]]) -> Story:
         int(record.get("chunk_tokens") or 0),
         float(seen.get("load_s") or 0.0),
         int(seen.get("loaded_bytes") or 0),
+        float(seen.get("lookup_s") or 0.0),
     )
 
 
