@@ -15,6 +15,10 @@ FIXED = "fixed length"
 RANDOM = "random lengths"
 _LIMITS = {(FIXED, MEMORY): 1.15, (FIXED, VALKEY): 1.30, (RANDOM, MEMORY): 1.25, (RANDOM, VALKEY): 1.40}
 _VERSUS_LIMIT = 1.03
+_VERSUS: tuple[tuple[str, str, float | None], ...] = (
+    ("cold", "cold TTFT", None),
+    ("throughput", "batch of new prompts", _VERSUS_LIMIT),
+)
 _IDLE_CPU_PERCENT = 1.0
 _IDLE_RSS_MB = 80.0
 _COLUMNS = (
@@ -68,12 +72,9 @@ def figures(results: Results) -> list[Figure]:
         rows.append(_pair_figure(f"TTFT from {tier}, {section}", pairs, limit))
         rows.append(_alone(f"  added, {tier}, {section}", "ms", [p.added_s * 1e3 for p in pairs]))
         rows.append(_alone(f"  end to end, {tier}, {section}", "GB/s", [p.gb_s for p in pairs if p.nbytes]))
-    for section, text, limit in (
-        ("cold", "cold TTFT", None),
-        ("throughput", "batch of new prompts", _VERSUS_LIMIT),
-    ):
+    for section, text, aim in _VERSUS:
         pairs_v = [v for v in results.versus if v.section == section]
-        rows.append(_versus_figure(f"{text}, with against without", pairs_v, limit))
+        rows.append(_versus_figure(f"{text}, with against without", pairs_v, aim))
     # End to end, two engine processes on one core differ by several percent, either way, from start to start.
     hooks = [100.0 * v.hooks_s / v.with_s for v in results.versus if v.hooks_s]
     rows.append(_alone("  cold TTFT, added by timestamps", "%", hooks, limit=100.0 * (_VERSUS_LIMIT - 1)))
