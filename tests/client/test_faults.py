@@ -213,9 +213,9 @@ def test_a_reservation_nobody_fills_is_reclaimed_and_its_late_commit_is_not_publ
     chunks = digests(3)
     slots = engine.worker.reserve([], chunks, part=0, timeout_s=5.0)
     eventually(lambda: node.statistics().counters.reservations_expired == 3, "expiry")
-    at_rest(node)
     engine.worker.commit(0, [(slot.digest, (b"x" * 16, b"y" * 16)) for slot in slots])
     eventually(lambda: node.statistics().counters.store_failed["lease-ended"] == 3, "late commit counted")
+    at_rest(node)
     assert engine.lookup(chunks).count == 0
 
 

@@ -10,6 +10,7 @@ import pytest
 from tests.node.fleet import (
     NAMESPACE,
     PART_BYTES,
+    POOL_BYTES,
     WAIT_S,
     Engine,
     at_rest,
@@ -156,6 +157,54 @@ def test_a_slot_of_a_lost_connection_is_not_given_away_while_its_engine_may_stil
     at_rest(node)
     assert second.save(chunk) == 1
     at_rest(node)
+
+
+def test_a_slot_whose_reservation_expired_is_not_given_away_while_its_engine_may_still_write(
+    node: Node, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saves, "RESERVATION_LEASE_S", 0.1)
+    monkeypatch.setattr(saves, "QUARANTINE_S", 0.1)
+    chunk = digests(1)
+    stopped = Engine(node.settings.socket_path, name="stopped").connected()
+    other = Engine(node.settings.socket_path, name="other").connected()
+    stack.callback(other.close)
+    [slot] = stopped.worker.reserve([], chunk, part=0, timeout_s=WAIT_S)
+    assert slot.view is not None
+    eventually(lambda: node.statistics().counters.reservations_expired == 1, "expiry")
+    assert node.statistics().overdue_reservations == 1
+    monkeypatch.setattr(saves, "RESERVATION_LEASE_S", 60.0)
+    assert stopped.worker.reserve([], chunk, part=0, timeout_s=WAIT_S)[0].outcome is ReserveOutcome.BUSY
+    assert other.save(chunk) == 1  # the part may be stored by others, in a slot of its own
+    rest = digests(POOL_BYTES // PART_BYTES - 2, "all the other slots")
+    assert other.save(rest) == len(rest)
+    slot.view[:] = b"x" * PART_BYTES  # the stopped writer goes on
+    for chunks in (chunk, rest):
+        other.load(other.lookup(chunks), chunks)  # compares every byte
+    node.check()
+    stopped.close()
+    eventually(lambda: node.statistics().overdue_reservations == 0, "gone with its connection")
+    eventually(lambda: node.statistics().catalogue.filling_parts == 0, "the slot is back")
+
+
+@pytest.mark.parametrize("ends", ["commit", "abandon"])
+def test_an_overdue_slot_returns_when_its_engine_is_done_with_it(
+    node: Node, engine: Engine, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    monkeypatch.setattr(saves, "RESERVATION_LEASE_S", 0.1)
+    chunk = digests(1)
+    engine.connected().worker.reserve([], chunk, part=0, timeout_s=WAIT_S)
+    eventually(lambda: node.statistics().overdue_reservations == 1, "expiry")
+    assert [e.reservations for e in node.statistics().engines if e.role == "worker"] == [1]
+    if ends == "commit":
+        engine.worker.commit(0, [(chunk[0], part_checksums(memoryview(bytes(PART_BYTES))))])
+    else:
+        engine.worker.abandon(0, chunk)
+    eventually(lambda: node.statistics().overdue_reservations == 0, "the slot is back")
+    at_rest(node)
+    held = node.statistics().catalogue
+    assert (held.ready_parts, held.filling_parts, held.used_bytes) == (0, 0, 0)
+    monkeypatch.setattr(saves, "RESERVATION_LEASE_S", 60.0)
+    assert engine.save(chunk) == 1
 
 
 def test_a_refused_commit_publishes_nothing_of_its_message(

@@ -49,6 +49,7 @@ def statistics(*, tier: TierStatistics | None = None, counters: Counters | None 
         fetches=0,
         writeback_backlog_bytes=0,
         writeback_backlog_parts=0,
+        overdue_reservations=0,
         defects=0,
     )
 

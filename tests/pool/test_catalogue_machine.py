@@ -39,6 +39,8 @@ class CatalogueMachine(RuleBasedStateMachine):
         self.ready: dict[PartKey, bytes] = {}  # visible content
         self.filling: dict[PartKey, tuple[int, bytes]] = {}  # owner, content
         self.doomed: set[PartKey] = set()  # unlinked while filling
+        self.retired: dict[int, tuple[int, bytes]] = {}  # offset -> owner, content
+        self.offsets: dict[PartKey, int] = {}  # of every slot given out last for a key
         self.pins: list[tuple[PartKey, int, Slot, bytes]] = []  # every pin, with the bytes seen
 
     def read(self, slot: Slot) -> bytes:
@@ -62,7 +64,7 @@ class CatalogueMachine(RuleBasedStateMachine):
             if reason is DeclineReason.UNLINKED:
                 assert key in self.doomed or any(pin[0] == key for pin in self.pins)
             if reason is DeclineReason.FULL:
-                assert self.pins or self.filling
+                assert self.pins or self.filling or self.retired
             assert reason is not DeclineReason.TOO_LARGE
             assert self.catalogue.statistics().used_bytes <= used_before
         else:
@@ -71,6 +73,7 @@ class CatalogueMachine(RuleBasedStateMachine):
             content = (self.serial.to_bytes(4, "big") * nbytes)[:nbytes]
             self.memory[answer.slot.offset : answer.slot.offset + nbytes] = content
             self.filling[key] = (owner, content)
+            self.offsets[key] = answer.slot.offset
         self.forget_evicted()
 
     def finish(self, key: PartKey, owner: int) -> bytes | None:
@@ -126,6 +129,36 @@ class CatalogueMachine(RuleBasedStateMachine):
             return
         assert content is not None
         self.doomed.discard(key)
+
+    @rule(key=keys, owner=owners)
+    def retire(self, key: PartKey, owner: int) -> None:
+        content = self.finish(key, owner)
+        try:
+            offset = self.catalogue.retire(key, owner)
+        except BrokenError:
+            assert content is None
+            return
+        assert content is not None
+        assert offset == self.offsets[key]
+        self.doomed.discard(key)
+        self.retired[offset] = (owner, content)
+
+    @precondition(lambda self: self.filling)
+    @rule(data=st.data())
+    def retire_one(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(list(self.filling)))
+        self.retire(key, self.filling[key][0])
+
+    @precondition(lambda self: self.retired)
+    @rule(data=st.data(), owner=owners)
+    def reclaim(self, data: st.DataObject, owner: int) -> None:
+        offset = data.draw(st.sampled_from(list(self.retired)))
+        try:
+            self.catalogue.reclaim(offset, owner)
+        except BrokenError:
+            assert self.retired[offset][0] != owner
+            return
+        assert self.retired.pop(offset)[0] == owner
 
     @rule(key=keys, owner=owners)
     def pin(self, key: PartKey, owner: int) -> None:
@@ -184,6 +217,12 @@ class CatalogueMachine(RuleBasedStateMachine):
         for key in [key for key, held in self.filling.items() if held[0] == owner]:
             del self.filling[key]
             self.doomed.discard(key)
+        self.retired = {offset: held for offset, held in self.retired.items() if held[0] != owner}
+
+    @invariant()
+    def a_retired_slot_is_nobodys(self) -> None:
+        for offset, (_, content) in self.retired.items():
+            assert bytes(self.memory[offset : offset + len(content)]) == content
 
     @invariant()
     def the_books_balance(self) -> None:
@@ -191,7 +230,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         statistics = self.catalogue.statistics()
         assert statistics.pins == len(self.pins)
         assert statistics.ready_parts == len(self.ready)
-        assert statistics.filling_parts == len(self.filling)
+        assert statistics.filling_parts == len(self.filling) + len(self.retired)
 
     @invariant()
     def pinned_bytes_never_change(self) -> None:

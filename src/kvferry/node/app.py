@@ -232,6 +232,7 @@ def snapshot(
         loads=len(app.loads),
         fetches=app.loads.fetches,
         writeback_backlog_bytes=app.saves.backlog.backlog_bytes,
+        overdue_reservations=app.saves.overdue,
         writeback_backlog_parts=app.saves.backlog.backlog_parts,
         defects=state.loop.defects,
     )

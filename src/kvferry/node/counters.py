@@ -74,4 +74,5 @@ class NodeStatistics:
     fetches: int
     writeback_backlog_bytes: int
     writeback_backlog_parts: int
+    overdue_reservations: int
     defects: int

@@ -37,6 +37,7 @@ _OUTCOMES = {
 }
 _NO_ROOM = Declined(DeclineReason.FULL)
 _FULL = ReservedPlace(ReserveOutcome.FULL, 0)
+_BUSY = ReservedPlace(ReserveOutcome.BUSY, 0)
 
 
 class Saves:
@@ -47,7 +48,8 @@ class Saves:
         self._loads = loads
         self._owners: dict[Connection, Owner] = {}
         self._leases: OrderedDict[tuple[Connection, PartKey], float] = OrderedDict()
-        self._held: dict[Connection, int] = {}
+        self._overdue: dict[tuple[Connection, PartKey], int] = {}  # offset of a slot whose lease has ended
+        self._held: dict[Connection, int] = {}  # leases and overdue slots together
         self._timer: Timer | None = None
         self._resume: Timer | None = None  # set while the tier is left alone
         self._backlog = WriteBack(
@@ -61,8 +63,13 @@ class Saves:
         return self._backlog
 
     def count(self, connection: Connection) -> int:
-        """Slots that this connection has reserved and not yet filled."""
+        """Slots that this connection has reserved and not yet filled, overdue ones included."""
         return self._held.get(connection, 0)
+
+    @property
+    def overdue(self) -> int:
+        """Slots out of use because an engine that let its reservation expire may still be writing there."""
+        return len(self._overdue)
 
     def reserve(self, connection: Connection, message: Reserve, space: Namespace) -> None:
         """Answer with a slot, or with why not, for each wanted chunk."""
@@ -82,6 +89,9 @@ class Saves:
             if self.count(connection) >= MAX_RESERVATIONS_PER_CONNECTION:
                 state.counters.reserve_declined["limit"] += 1
                 places.append(_FULL)
+                continue
+            if (connection, key) in self._overdue:
+                places.append(_BUSY)  # else its commit could mean either slot
                 continue
             given = state.catalogue.reserve(key, nbytes, owner, spare_from=mark)
             if given == _NO_ROOM and state.tier is not None:
@@ -107,6 +117,7 @@ class Saves:
         for digest, checksums in entries:
             key = PartKey(space.namespace, digest, message.part)
             if not self._release(connection, key):
+                self._reclaim(connection, key)
                 state.counters.store_failed["lease-ended"] += 1
                 continue
             state.catalogue.commit(key, self._owners[connection], checksums)
@@ -123,6 +134,8 @@ class Saves:
             if self._release(connection, key):
                 self._state.catalogue.abandon(key, self._owners[connection])
                 self._state.counters.store_failed["abandoned"] += 1
+            else:
+                self._reclaim(connection, key)
         self._loads.room_changed()
 
     def disconnected(self, connection: Connection) -> None:
@@ -135,6 +148,8 @@ class Saves:
         for lease in [lease for lease in self._leases if lease[0] is connection]:
             del self._leases[lease]
             self._state.counters.store_failed["engine-gone"] += 1
+        for overdue in [overdue for overdue in self._overdue if overdue[0] is connection]:
+            del self._overdue[overdue]
         self._state.loop.at(self._state.loop.clock() + QUARANTINE_S, partial(self._release_owner, owner))
 
     def _release_owner(self, owner: Owner) -> None:
@@ -154,6 +169,13 @@ class Saves:
         self._held[connection] -= 1
         return True
 
+    def _reclaim(self, connection: Connection, key: PartKey) -> None:
+        """The engine is done with this part: its overdue slot, if there is one, may be used again."""
+        offset = self._overdue.pop((connection, key), None)
+        if offset is not None:
+            self._held[connection] -= 1
+            self._state.catalogue.reclaim(offset, self._owners[connection])
+
     def _watch_leases(self) -> None:
         """One timer, for the oldest lease: all leases are equally long."""
         if self._timer is None and self._leases:
@@ -166,8 +188,9 @@ class Saves:
             (connection, key), expires = next(iter(self._leases.items()))
             if expires > now:
                 break
-            self._release(connection, key)
-            self._state.catalogue.abandon(key, self._owners[connection])
+            del self._leases[connection, key]
+            # A writer that was stopped may go on at any time: the part is free for others, the slot is not.
+            self._overdue[connection, key] = self._state.catalogue.retire(key, self._owners[connection])
             self._state.counters.reservations_expired += 1
             self._loads.room_changed()
         self._watch_leases()

@@ -179,6 +179,11 @@ METRICS: tuple[Metric, ...] = (
         "Reserved slots whose engine never filled them.",
         lambda node: node.counters.reservations_expired,
     ),
+    _gauge(
+        "overdue_reservations",
+        "Expired, but the engine may still write: their slots are out of use.",
+        lambda node: node.overdue_reservations,
+    ),
     _gauge("running_fetches", "Parts under way from a tier now.", lambda node: node.fetches),
     _counter(
         "shared_fetches",

@@ -5,11 +5,15 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from kvferry.errors import BrokenError
-from kvferry.pool.entries import CatalogueStatistics, Entry, Holdings, Level, Owner
+from kvferry.pool.entries import CatalogueStatistics, Entry, Holdings, Level, Namespace, Owner
 
 
 def check_books(
-    entries: Sequence[Entry], owners: Mapping[Owner, Holdings], statistics: CatalogueStatistics
+    entries: Sequence[Entry],
+    owners: Mapping[Owner, Holdings],
+    namespaces: Mapping[bytes, Namespace],
+    *,
+    statistics: CatalogueStatistics,
 ) -> None:
     """Raise BrokenError when entries overlap, or do not add up to what owners hold and what is counted."""
     spans = sorted((entry.offset, entry.offset + entry.run.slot_bytes) for entry in entries)
@@ -45,6 +49,18 @@ def check_books(
     for what, (there, kept) in pairs.items():
         if there != kept:
             raise BrokenError(f"{what}: the entries say {there}, the books {kept}")
+    _check_names(entries, namespaces)
+
+
+def _check_names(entries: Sequence[Entry], namespaces: Mapping[bytes, Namespace]) -> None:
+    """Raise BrokenError unless every entry is found by its key, but for the retired ones."""
+    named = [
+        entry for space in namespaces.values() for parts in space.chunks.values() for entry in parts.values()
+    ]
+    retired = [entry for entry in entries if entry.unlinked and entry.filler is not None]
+    known, there = {id(entry) for entry in named}, {id(entry) for entry in entries}
+    if not known <= there or not there - known <= {id(entry) for entry in retired}:
+        raise BrokenError("the entries by key and by offset differ")
 
 
 def _counted(entry: Entry) -> bool:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from kvferry.errors import BrokenError, RefusedError
-from kvferry.identity.names import DIGEST_BYTES, MAX_PART_BYTES, MAX_PARTS, NAMESPACE_BYTES, PartKey
+from kvferry.identity.names import DIGEST_BYTES, PartKey
 from kvferry.pool.books import check_books
 from kvferry.pool.entries import (
     CatalogueStatistics,
@@ -27,6 +27,7 @@ from kvferry.pool.entries import (
     Owner,
     Reserved,
     Slot,
+    check_sizes,
     show,
 )
 from kvferry.pool.policy import EvictionPolicy
@@ -35,6 +36,7 @@ from kvferry.pool.slots import SlotAllocator
 
 MAX_NAMESPACES = 1024
 MAX_EVICTED_UNREPORTED = 65536
+_NOTHING: dict[int, Entry] = {}
 
 
 class Catalogue:
@@ -66,13 +68,7 @@ class Catalogue:
                     f"{known.domain!r}, not {part_bytes} of {domain!r}; use one engine setup per namespace"
                 )
             return
-        if len(namespace) != NAMESPACE_BYTES:
-            raise RefusedError(f"namespace of {len(namespace)} bytes: must have {NAMESPACE_BYTES}")
-        sizes_fit = any(part_bytes) and all(0 <= size <= MAX_PART_BYTES for size in part_bytes)
-        if not sizes_fit or len(part_bytes) > MAX_PARTS:
-            raise RefusedError(
-                f"part sizes {part_bytes[:8]}: there must be 1 to {MAX_PARTS} of 1 to {MAX_PART_BYTES} bytes"
-            )
+        check_sizes(namespace, part_bytes)
         if len(self._namespaces) >= MAX_NAMESPACES:
             raise RefusedError(
                 f"more than {MAX_NAMESPACES} namespaces on one node; restart the node to forget old ones"
@@ -86,9 +82,7 @@ class Catalogue:
         space = self._space(namespace)
         for index, chunk in enumerate(chunks):
             parts = space.chunks.get(chunk)
-            if parts is None or len(parts) != space.part_count:
-                return index
-            if not all(entry.readable for entry in parts.values()):
+            if parts is None or not space.is_whole(parts):
                 return index
         return len(chunks)
 
@@ -180,9 +174,24 @@ class Catalogue:
 
     def abandon(self, key: PartKey, owner: Owner) -> None:
         """Give a reserved slot back unpublished. No transfer may touch it any more."""
+        self._abandon(self._filled(key, owner), owner)
+
+    def retire(self, key: PartKey, owner: Owner) -> int:
+        """Take the key off a reserved slot: the part may be reserved anew, elsewhere.
+
+        Returns the slot's offset: it stays out of use until ``reclaim`` or ``release_owner``.
+        """
         entry = self._filled(key, owner)
-        self._end_filling(entry, owner)
-        self._abandon(entry)
+        self._unname(entry)
+        entry.unlinked = True
+        return entry.offset
+
+    def reclaim(self, offset: int, owner: Owner) -> None:
+        """Give a retired slot back. No transfer may touch it any more."""
+        entry = self._at.get(offset)
+        if entry is None or entry.filler != owner:
+            raise BrokenError(f"owner {owner} has no retired slot at {offset}")
+        self._abandon(entry, owner)
 
     def unlink(self, key: PartKey) -> None:
         """Make a part invisible at once; its memory returns when its last pin or its filling ends."""
@@ -218,14 +227,12 @@ class Catalogue:
         for entry, count in holdings.pins.items():
             self._unpin(entry, count)
         for entry in holdings.filling:
-            self._end_filling(entry, owner)
-            self._abandon(entry)
+            self._abandon(entry, owner)
 
     def take_evicted(self) -> list[PartKey]:
         """The parts evicted since the last call (the latest MAX_EVICTED_UNREPORTED of them)."""
-        evicted = list(self._evicted)
-        self._evicted.clear()
-        return evicted
+        evicted, self._evicted = self._evicted, deque(maxlen=MAX_EVICTED_UNREPORTED)
+        return list(evicted)
 
     def statistics(self) -> CatalogueStatistics:
         """A snapshot, in constant time."""
@@ -254,17 +261,10 @@ class Catalogue:
 
     def check(self) -> None:
         """Raise BrokenError when an invariant does not hold. Slow; for tests."""
-        entries = [
-            entry
-            for space in self._namespaces.values()
-            for parts in space.chunks.values()
-            for entry in parts.values()
-        ]
+        entries = list(self._at.values())
         self._slots.check()
         self._policy.check([entry for entry in entries if entry.readable])
-        check_books(entries, self._owners, self.statistics())
-        if {id(entry) for entry in entries} != {id(entry) for entry in self._at.values()}:
-            raise BrokenError("the entries by key and by offset differ")
+        check_books(entries, self._owners, self._namespaces, statistics=self.statistics())
 
     # --- private
 
@@ -294,7 +294,7 @@ class Catalogue:
             for entry in held.get(chunk, _NOTHING).values():
                 if entry.readable:
                     self._policy.touch(entry, level)
-                    level = _higher(level, entry.level)  # a head is at least as well kept as its tail
+                    level = level.higher(entry.level)  # a head is at least as well kept as its tail
         return mark
 
     def _pin(self, entry: Entry, owner: Owner) -> None:
@@ -363,7 +363,8 @@ class Catalogue:
         else:
             self._free(entry)
 
-    def _abandon(self, entry: Entry) -> None:
+    def _abandon(self, entry: Entry, owner: Owner) -> None:
+        self._end_filling(entry, owner)
         self._abandoned += 1
         self._policy.gone(entry)
         self._free(entry)
@@ -375,14 +376,20 @@ class Catalogue:
         self._free(entry)
 
     def _free(self, entry: Entry) -> None:
-        space = self._namespaces[entry.key.namespace]
-        parts = space.chunks[entry.key.chunk]
-        del parts[entry.key.part]
+        self._unname(entry)
         del self._at[entry.offset]
-        if not parts:
-            del space.chunks[entry.key.chunk]
-            self._chunks -= 1
         self._slots.free(entry.offset)
+
+    def _unname(self, entry: Entry) -> None:
+        """Its key leads to it no more; that of a retired one leads elsewhere or nowhere already."""
+        chunks = self._namespaces[entry.key.namespace].chunks
+        parts = chunks.get(entry.key.chunk, _NOTHING)
+        if parts.get(entry.key.part) is not entry:
+            return
+        del parts[entry.key.part]
+        if not parts:
+            del chunks[entry.key.chunk]
+            self._chunks -= 1
 
     def _evict(self, entry: Entry) -> None:
         self._evictions += 1
@@ -390,10 +397,3 @@ class Catalogue:
         self._unreported += len(self._evicted) == MAX_EVICTED_UNREPORTED
         self._evicted.append(entry.key)
         self._remove(entry)
-
-
-_NOTHING: dict[int, Entry] = {}
-
-
-def _higher(one: Level, other: Level) -> Level:
-    return Level.PROTECTED if Level.PROTECTED in (one, other) else Level.PROBATION

@@ -7,13 +7,16 @@ State of one part:
        |                   |                  +--unlink while pinned--> (invisible, memory held)
        +---abandon---------+                                                    |
        +-------------------------------last unpin-------------------------------+
+
+FILLING --retire--> ABSENT too, but the slot stays its owner's until reclaim or release_owner.
 """
 
 import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvferry.identity.names import PartKey
+from kvferry.errors import RefusedError
+from kvferry.identity.names import MAX_PART_BYTES, MAX_PARTS, NAMESPACE_BYTES, PartKey
 from kvferry.pool.slots import Run
 
 Owner = int
@@ -64,6 +67,10 @@ class Level(enum.Enum):
 
     PROBATION = "probation"
     PROTECTED = "protected"
+
+    def higher(self, other: "Level") -> "Level":
+        """The better kept of two."""
+        return Level.PROTECTED if Level.PROTECTED in (self, other) else Level.PROBATION
 
 
 class Place(enum.Enum):
@@ -128,10 +135,25 @@ class Namespace:
         self.domain = domain
         self.chunks: dict[bytes, dict[int, Entry]] = {}  # chunk digest -> part index -> entry
 
+    def is_whole(self, parts: dict[int, Entry]) -> bool:
+        """Whether these are all the parts of a chunk, and readable."""
+        return len(parts) == self.part_count and all(entry.readable for entry in parts.values())
+
 
 def show(key: PartKey) -> str:
     """A part, for messages."""
     return f"part {key.part} of chunk {key.chunk[:8].hex()} in namespace {key.namespace.hex()}"
+
+
+def check_sizes(namespace: bytes, part_bytes: tuple[int, ...]) -> None:
+    """Raise RefusedError for a namespace of another length, and for part sizes that no chunk may have."""
+    if len(namespace) != NAMESPACE_BYTES:
+        raise RefusedError(f"namespace of {len(namespace)} bytes: must have {NAMESPACE_BYTES}")
+    sizes_fit = any(part_bytes) and all(0 <= size <= MAX_PART_BYTES for size in part_bytes)
+    if not sizes_fit or len(part_bytes) > MAX_PARTS:
+        raise RefusedError(
+            f"part sizes {part_bytes[:8]}: there must be 1 to {MAX_PARTS} of 1 to {MAX_PART_BYTES} bytes"
+        )
 
 
 class Holdings:
