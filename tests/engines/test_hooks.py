@@ -1,5 +1,6 @@
 """What vLLM's hooks do when the scheduler side breaks: nothing is held for ever, nobody else is disturbed."""
 
+import warnings
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,9 @@ class BreaksWhilePlanning:
 
 @pytest.fixture
 def connector() -> Any:
-    from kvferry.engines.vllm.connector import KvferryConnector
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of the engine's own imports
+        from kvferry.engines.vllm.connector import KvferryConnector
 
     made = object.__new__(KvferryConnector)
     made.guard = Guard("scheduler")
