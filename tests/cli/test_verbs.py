@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.node.fleet import Engine, digests, eventually
 from tests.servers import free_ports
 
 import kvferry
@@ -20,6 +21,7 @@ from kvferry.cli import status as status_verb
 from kvferry.cli.main import VERBS, main
 from kvferry.cli.table import COLUMNS, causes, clip, compact, duration, share, table
 from kvferry.client.admin import AdminClient
+from kvferry.client.messages import NamespaceInfo
 from kvferry.config import NODE_SETTINGS, NodeSettings
 from kvferry.node.explain import Record
 from kvferry.node.node import Node
@@ -137,7 +139,11 @@ def test_the_status_of_a_large_node_fits_a_hundred_columns(node: Node) -> None:
         "pid": 4194304,
     }
     more = {"label": "/models/" + "m" * 200, "domain": "d" * 64, "loads": 1000, "reservations": 8192}
-    status["engines"] = [engine | more]
+    status["engines"] = [engine | more | {"namespace": "5f1d02c9" * 4}]
+    status["namespaces"] = [
+        {"namespace": f"{number:032x}", "label": "/models/" + "m" * 200, "domain": "d", "chunk_tokens": 128}
+        for number in range(100)
+    ]
     lines = status_verb.render(status).splitlines()
     assert max(map(len, lines)) <= COLUMNS
     text = "\n".join(lines)
@@ -146,7 +152,8 @@ def test_the_status_of_a_large_node_fits_a_hundred_columns(node: Node) -> None:
     assert "valkey 9.1.2, cluster of 32 shards, valkey-cluster://10.0.0.1:6379" in text
     assert all(address in text.split() for address in addresses.split())
     assert "breaker open: 10.0.0.1:6379: connection refused" in text
-    assert ":abcdef12/0" in text
+    assert ":abcdef12/0  scheduler   100  4194304  5f1d02c9" in text
+    assert "and 84 earlier ones (--json)" in text
 
 
 @pytest.mark.parametrize(
@@ -167,6 +174,43 @@ def test_dropping_says_how_much(node: Node, tmp_path: Path, capsys: pytest.Captu
     del node
     assert main(["drop", "memory", "--json", "--socket", str(tmp_path / "node.sock")]) == 0
     assert json.loads(capsys.readouterr().out) == {"tier": "memory", "dropped_bytes": 0}
+
+
+def test_one_namespace_is_dropped_by_the_digits_that_status_shows(
+    node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    socket = ["--socket", str(tmp_path / "node.sock")]
+    spaces = [
+        NamespaceInfo(bytes.fromhex("5f1d02c9" * 4), (1 << 20,), 128, "test", "first"),
+        NamespaceInfo(bytes.fromhex("5f1d02ca" * 4), (1 << 20,), 128, "test", "second"),
+    ]
+    engines = [Engine(tmp_path / "node.sock", space).connected() for space in spaces]
+    try:
+        for engine in engines:
+            eventually(lambda engine=engine: engine.save(digests(1)) == 1, "stored")
+        eventually(lambda: node.statistics().catalogue.ready_parts == 2, "committed")
+        assert main(["status", *socket]) == 0
+        text = capsys.readouterr().out
+        assert "namespace 5f1d02c9 first" in text
+        assert "namespace 5f1d02ca second" in text
+        engines[0].scheduler.end(engines[0].lookup(digests(1), "cmpl-1").load_id)
+        assert main(["explain", "cmpl-1", *socket]) == 0
+        assert "namespace 5f1d02c9 first" in capsys.readouterr().out
+        eventually(lambda: node.statistics().catalogue.pins == 0, "the load has ended")
+        for wrong, said in (("5f1d", "2 namespaces begin"), ("abcd", "no namespace begins")):
+            assert main(["drop", "memory", "--namespace", wrong, *socket]) != 0
+            err = capsys.readouterr().err
+            assert said in err
+            assert "kvferry status" in err
+        assert main(["drop", "memory", "--namespace", "ab" * 16, *socket]) != 0
+        assert "unknown namespace abab" in (err := capsys.readouterr().err)
+        assert "kvferry status" in err
+        assert main(["drop", "memory", "--namespace", "5F1D02C9", *socket]) == 0
+        assert capsys.readouterr().out == "dropped 1 MiB from memory\n"
+        assert node.statistics().catalogue.ready_parts == 1
+    finally:
+        for engine in engines:
+            engine.close()
 
 
 def test_an_unknown_request_is_a_failure_not_a_traceback(

@@ -2,17 +2,24 @@
 
 import argparse
 import json
+import re
+from typing import Any
 
 from kvferry.cli.address import add_socket_argument, node_socket
 from kvferry.config import client_token, format_size
 from kvferry.errors import MisconfiguredError, RefusedError
 from kvferry.identity.names import NAMESPACE_BYTES
 
+_DIGITS = 2 * NAMESPACE_BYTES
+_MIN_DIGITS = 4
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which tier of which node, and how much of it."""
     parser.add_argument("tier", choices=["memory"], help="the tier to empty")
-    parser.add_argument("--namespace", metavar="HEX", help="only this namespace (default: all)")
+    parser.add_argument(
+        "--namespace", metavar="HEX", help="only this namespace, or the one that begins so (default: all)"
+    )
     add_socket_argument(parser)
     parser.add_argument("--json", action="store_true", help="the answer for programs")
 
@@ -21,9 +28,10 @@ def main(args: argparse.Namespace) -> int:
     """Ask the node and say how much went."""
     from kvferry.client.admin import AdminClient
 
-    namespace = _namespace(args.namespace)
+    wanted = _checked(args.namespace)
     with AdminClient(node_socket(args.socket), token=client_token()) as admin:
-        answer = admin.drop(args.tier, namespace=namespace)
+        namespace = wanted if len(wanted) in (0, _DIGITS) else _known(admin.status(), wanted)
+        answer = admin.drop(args.tier, namespace=bytes.fromhex(namespace))
     dropped = answer.get("dropped_bytes")
     if not isinstance(dropped, int):
         raise RefusedError("the node did not say how much it dropped; kvferry status shows what it holds")
@@ -34,16 +42,24 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _namespace(text: str | None) -> bytes:
+def _checked(text: str | None) -> str:
+    """Hexadecimal digits of a namespace, or of its beginning; empty for all. Raises MisconfiguredError."""
     if text is None:
-        return b""
-    try:
-        namespace = bytes.fromhex(text)
-    except ValueError:
-        namespace = b""
-    if len(namespace) != NAMESPACE_BYTES:
+        return ""
+    if not re.fullmatch(r"[0-9a-fA-F]+", text) or not _MIN_DIGITS <= len(text) <= _DIGITS:
         raise MisconfiguredError(
-            f"--namespace {text!r} is not {2 * NAMESPACE_BYTES} hexadecimal digits; the engine's log line "
-            "`kvferry: chunks of ...` names it"
+            f"--namespace {text!r} is not {_DIGITS} hexadecimal digits, nor the first {_MIN_DIGITS} or more; "
+            "kvferry status lists the node's"
         )
-    return namespace
+    return text.lower()
+
+
+def _known(status: dict[str, Any], beginning: str) -> str:
+    """The node's only namespace that begins so. Raises RefusedError."""
+    spaces = status.get("namespaces")
+    names = [str(space["namespace"]) for space in spaces] if isinstance(spaces, list) else []
+    found = [name for name in names if name.startswith(beginning)]
+    if len(found) != 1:
+        what = f"{len(found)} namespaces begin" if found else "no namespace begins"
+        raise RefusedError(f"{what} with {beginning}; kvferry status --json lists the node's")
+    return found[0]

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from kvferry.cli.address import add_socket_argument, node_socket, rendered
-from kvferry.cli.table import count, duration
+from kvferry.cli.table import LINE_COLUMNS, clip, count, duration, labelled, short_namespace
 from kvferry.config import client_token, format_size
 from kvferry.errors import MisconfiguredError
 
@@ -52,6 +52,9 @@ def render(record: dict[str, Any]) -> str:
         f"prompt    {count(record['prompt_tokens'])} tokens = {count(record['chunks'])} chunks of {tokens}",
         f"engine    {count(record['engine_chunks'])} chunks were in the engine's own cache",
     ]
+    if record["namespace"]:
+        model = clip(record["model"] or "unnamed", LINE_COLUMNS - 9)
+        lines.append(labelled("namespace", f"{short_namespace(record['namespace'])} {model}"))
     lines += [
         f"{tier:<9} {count(number)} chunks = {count(number * tokens)} tokens, "
         f"{format_size(record['reused_bytes'].get(tier, 0))}"

@@ -5,7 +5,18 @@ import json
 from typing import Any
 
 from kvferry.cli.address import add_socket_argument, node_socket, rendered
-from kvferry.cli.table import LINE_COLUMNS, causes, clip, compact, count, duration, labelled, share, table
+from kvferry.cli.table import (
+    LINE_COLUMNS,
+    causes,
+    clip,
+    compact,
+    count,
+    duration,
+    labelled,
+    share,
+    short_namespace,
+    table,
+)
 from kvferry.config import client_token, format_size
 
 # Details of a tier that get a line of their own under the table; the others share one, these first.
@@ -13,6 +24,7 @@ _LINES = ("warning", "breaker_open", "shards")
 _FIRST = ("server", "mode", "url")
 _ENGINE_COLUMNS = 30
 _DOMAIN_COLUMNS = 12
+_MAX_NAMESPACES = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +64,7 @@ def render(status: dict[str, Any]) -> str:
         lines.append(
             labelled("defects", f"{count(status['defects'])} (see the node's log, and please report them)")
         )
-    return "\n".join([*lines, "", _engines(status["engines"])])
+    return "\n".join([*lines, "", _engines(status["engines"]), *_namespaces(status["namespaces"])])
 
 
 def _tiers(status: dict[str, Any], counters: dict[str, Any]) -> str:
@@ -113,15 +125,30 @@ def _engines(engines: list[dict[str, Any]]) -> str:
             engine["role"],
             str(engine["rank"]),
             str(engine["pid"]),
+            short_namespace(engine["namespace"]),
             clip(engine["domain"] or "-", _DOMAIN_COLUMNS),
             count(engine["loads"]),
             count(engine["reservations"]),
         ]
         for engine in engines
     ]
-    text = table(["ENGINE", "ROLE", "RANK", "PID", "DOMAIN", "LOADS", "RESERVED"], rows)
-    models = sorted({clip(engine["label"], LINE_COLUMNS) for engine in engines if engine["label"]})
-    return "\n".join([text, *([""] if models else []), *(labelled("model", label) for label in models)])
+    return table(["ENGINE", "ROLE", "RANK", "PID", "NAMESPACE", "DOMAIN", "LOADS", "RESERVED"], rows)
+
+
+def _namespaces(spaces: list[dict[str, Any]]) -> list[str]:
+    """What each namespace is, the latest ones: for ``drop --namespace``."""
+    shown = spaces[-_MAX_NAMESPACES:]
+    lines = [
+        labelled(
+            "namespace",
+            f"{(short := short_namespace(space['namespace']))} "
+            f"{clip(space['label'] or 'unnamed', LINE_COLUMNS - len(short) - 1)}",
+        )
+        for space in shown
+    ]
+    if len(spaces) > len(shown):
+        lines.append(labelled("", f"and {count(len(spaces) - len(shown))} earlier ones (--json)"))
+    return ["", *lines] if lines else []
 
 
 def main(args: argparse.Namespace) -> int:

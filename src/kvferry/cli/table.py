@@ -1,19 +1,21 @@
 """Plain text tables and numbers for people, at most ``COLUMNS`` wide."""
 
+import re
 import textwrap
 from collections.abc import Sequence
 
 COLUMNS = 100
+_NUMBER = re.compile(r"[\d.,]+(?!\w)")
 _LABEL = 10  # columns of a label before its text
 LINE_COLUMNS = COLUMNS - _LABEL
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns under a head. Cells that start with a digit are set flush right, as is their head."""
+    """Columns under a head. Cells that start with a number are set flush right, as is their head."""
     lines = [list(head), *map(list, rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     numeric = [
-        bool(rows) and all(row[column][:1].isdigit() or row[column] == "-" for row in rows)
+        bool(rows) and all(row[column] == "-" or _NUMBER.match(row[column]) is not None for row in rows)
         for column in range(len(head))
     ]
     return "\n".join(
@@ -44,6 +46,11 @@ def clip(text: str, width: int) -> str:
         return text
     head = (width - 2) // 2
     return f"{text[:head]}..{text[len(text) - (width - 2 - head) :]}"
+
+
+def short_namespace(namespace: str) -> str:
+    """Enough of a namespace in hexadecimal to tell those of a node apart; ``drop`` takes it."""
+    return namespace[:8] or "-"
 
 
 def labelled(label: str, text: str) -> str:

@@ -10,7 +10,7 @@ import msgspec
 
 from kvferry import __version__
 from kvferry.errors import BrokenError, RefusedError
-from kvferry.node.counters import EngineStatus, NodeStatistics
+from kvferry.node.counters import EngineStatus, NamespaceStatus, NodeStatistics
 from kvferry.node.estimate import Estimator
 from kvferry.node.loading import Loads
 from kvferry.node.lookups import Lookups
@@ -128,6 +128,7 @@ class App:
                     domain=space.domain if space is not None else "",
                     loads=self.loads.count(connection),
                     reservations=self.saves.count(connection),
+                    namespace=space.namespace.hex() if space is not None else "",
                 )
             )
         return tuple(found)
@@ -204,7 +205,7 @@ class App:
             return Document(error="a node drops its memory only; to empty Valkey, use FLUSHALL there")
         namespace = message.namespace or None
         if namespace is not None and namespace not in self.state.namespaces:
-            return Document(error=f"unknown namespace {namespace.hex()}")
+            return Document(error=f"unknown namespace {namespace.hex()}; kvferry status lists this node's")
         freed = self.state.catalogue.drop(namespace)
         return Document(json=msgspec.json.encode({"dropped_bytes": freed}))
 
@@ -228,6 +229,10 @@ def snapshot(
         catalogue=state.catalogue.statistics(),
         tier=state.tier.statistics() if state.tier is not None else None,
         engines=app.engines(),
+        namespaces=tuple(
+            NamespaceStatus(space.namespace.hex(), space.label, space.domain, space.chunk_tokens)
+            for space in state.namespaces.values()
+        ),
         counters=deepcopy(state.counters),
         loads=len(app.loads),
         fetches=app.loads.fetches,

@@ -52,6 +52,17 @@ class EngineStatus:
     domain: str
     loads: int
     reservations: int
+    namespace: str
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceStatus:
+    """A namespace that an engine attached since start, and that ``drop`` may name. namespace: hexadecimal."""
+
+    namespace: str
+    label: str
+    domain: str
+    chunk_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +80,7 @@ class NodeStatistics:
     catalogue: CatalogueStatistics
     tier: TierStatistics | None
     engines: tuple[EngineStatus, ...]
+    namespaces: tuple[NamespaceStatus, ...]
     counters: Counters
     loads: int
     fetches: int

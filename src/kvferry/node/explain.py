@@ -20,7 +20,8 @@ class Record:
     request_id: str
     at_s: float
     engine: str = ""
-    namespace: str = ""
+    namespace: str = ""  # hexadecimal
+    model: str = ""
     chunk_tokens: int = 0
     prompt_tokens: int = 0
     chunks: int = 0

@@ -286,7 +286,8 @@ class Lookups:
         record = self._state.explain.record(asked.request_id, now)
         hello = lookup.connection.hello
         record.engine = hello.engine if hello is not None else ""
-        record.namespace = space.label or space.namespace.hex()
+        record.namespace = space.namespace.hex()
+        record.model = space.label
         record.chunk_tokens = space.chunk_tokens
         record.prompt_tokens = asked.prompt_tokens
         record.chunks = len(lookup.prompt)
