@@ -1,6 +1,7 @@
 # Sourced by ./demo and ./test: makes environments from the lock files and keeps them current.
 #
-#   environment DIR NAME...    brings DIR to locks/NAME.txt for each NAME, sets $python
+#   environment DIR NAME...         brings DIR to locks/NAME.txt for each NAME and installs kvferry, sets $python
+#   environment_locks DIR NAME...   the same without kvferry itself
 #
 # Each lock leaves its digest in DIR/.locks/NAME, so an unchanged one costs nothing. `say` is where progress
 # goes: standard error, since standard output belongs to the command that follows.
@@ -55,7 +56,7 @@ environment_quietly() {
     return 1
 }
 
-environment() {
+environment_locks() {
     venv=$root/$1
     shift
     python=$venv/bin/python
@@ -77,6 +78,10 @@ environment() {
         fi
         printf '%s\n' "$digest" >"$venv/.locks/$lock"
     done
+}
+
+environment() {
+    environment_locks "$@"
     digest="$(cksum <"$root/pyproject.toml") $root"
     if [ "$digest" != "$(cat "$venv/.locks/project" 2>/dev/null)" ]; then
         environment_quietly "installing kvferry" "$python" -m pip install --no-input --disable-pip-version-check \
