@@ -83,6 +83,22 @@ def test_a_dead_shard_costs_its_own_stripes_only() -> None:
             tier.close()
 
 
+def test_a_shard_that_dies_while_idle_shows_and_costs_no_request_to_find_out() -> None:
+    with running_cluster() as cluster:
+        tier = ValkeyTier.connect(cluster.settings(idle_s=0.1))
+        try:
+            dead = cluster.servers[0]
+            dead.pause()
+            until(lambda: tier.statistics().state == "degraded")
+            assert str(dead.port) in tier.statistics().detail["breaker_open"]
+            assert not tier.statistics().failed
+            dead.resume()
+            until(lambda: tier.statistics().state == "up")
+        finally:
+            dead.resume()
+            tier.close()
+
+
 def test_a_failover_costs_no_part(tmp_path: Path) -> None:
     with running_cluster() as cluster:
         replica = start_server(tmp_path, *CLUSTER_OPTIONS)
