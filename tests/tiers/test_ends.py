@@ -98,6 +98,24 @@ def received(connection: socket.socket) -> bytes:
     return data
 
 
+def test_an_idle_server_that_misses_one_question_is_not_taken_for_dead() -> None:
+    deaf, answered = threading.Lock(), threading.Event()
+
+    def serve(connection: socket.socket) -> None:
+        greet(connection)
+        while True:
+            if received(connection) and deaf.acquire(blocking=False):
+                continue  # the first question stays without an answer
+            connection.sendall(b"+PONG\r\n")
+            answered.set()
+
+    with puppet(serve, idle_s=0.05) as tier:
+        assert answered.wait(WAIT_S)
+        (shard,) = tier._router.shards
+        assert not shard.is_open
+        assert shard._breaker.opened == 0
+
+
 def test_a_short_deadline_behind_a_long_one_ends_only_its_own_part() -> None:
     first, go, over, deaf = threading.Event(), threading.Event(), threading.Event(), threading.Lock()
 

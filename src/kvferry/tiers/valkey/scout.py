@@ -22,7 +22,8 @@ from kvferry.tiers.valkey.topology import SlotRange, ask_topology
 
 PROBE_S = 0.25
 IDLE_PROBE_S = 0.5
-"""Longer: a busy host may be slow to answer, and a server taken for dead refuses requests."""
+IDLE_PROBES = 2
+"""Longer and again: a busy host may be slow to answer, and a server taken for dead is not asked."""
 _UNWELL = ("LOADING", "BUSY", "MASTERDOWN")
 REFRESH_S = 0.5
 MIN_REFRESH_INTERVAL_S = 0.1
@@ -129,7 +130,20 @@ class Scout(threading.Thread):
 
     def _probe(self, shard: Shard) -> None:
         began = time.monotonic()
-        deadline = began + (PROBE_S if shard.is_open else IDLE_PROBE_S)
+        patience_s, tries = (PROBE_S, 1) if shard.is_open else (IDLE_PROBE_S, IDLE_PROBES)
+        failure = ""
+        for _ in range(tries):
+            failure = self._ask_alive(shard, deadline=time.monotonic() + patience_s)
+            if not failure:
+                shard.succeeded()
+                return
+            if self._stopped:
+                return
+        shard.probe_failed(failure, since=began)
+        self._map_wanted = self._clustered
+
+    def _ask_alive(self, shard: Shard, *, deadline: float) -> str:
+        """What is wrong with the server; empty if it is well. An error reply, too, is an answer."""
         try:
             connection = Connection.open(shard.address, self._settings, tls=self._tls, deadline=deadline)
             try:
@@ -137,10 +151,5 @@ class Scout(threading.Thread):
             finally:
                 connection.close()
         except KvferryError as error:
-            shard.probe_failed(str(error), since=began)
-            self._map_wanted = self._clustered
-            return
-        if isinstance(answer, ServerError) and answer.code in _UNWELL:
-            shard.probe_failed(str(answer), since=began)
-        else:
-            shard.succeeded()
+            return str(error) or type(error).__name__
+        return str(answer) if isinstance(answer, ServerError) and answer.code in _UNWELL else ""
