@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH = 860
-_LABEL = 360  # 45 characters at the charts' text size
-_VALUE = 100
+_LABEL = 335  # 43 characters at the charts' text size
+_VALUE = 130
 _ROW = 30
 _BAR = 16
 _AXIS = 26
