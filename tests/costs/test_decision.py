@@ -17,7 +17,7 @@ from kvferry.costs import (
     TierRun,
     decide,
 )
-from kvferry.costs.decision import DEADLINE_CAP_S, PROBE_CHUNKS
+from kvferry.costs.decision import DEADLINE_CAP_S, PROBE_CHUNKS, STALL_SHARE
 
 MIB = 1 << 20
 PREFILL = PrefillModel(0.01, 1e-3, 1e-8)
@@ -156,6 +156,7 @@ def test_every_decision_is_bounded(
     assert 0 <= decision.load_chunks <= total
     assert 0 < decision.deadline_s <= limit.cap_s
     assert 0 < decision.stall_s <= decision.deadline_s
+    assert decision.stall_s >= STALL_SHARE * decision.deadline_s
     none = {DecisionReason.RECOMPUTE, DecisionReason.RECOMPUTE_CAP, DecisionReason.NOTHING_FOUND}
     assert (decision.load_chunks == 0) == (decision.reason in none)
     everything = {DecisionReason.LOAD, DecisionReason.UNMEASURED}

@@ -12,6 +12,7 @@ DEADLINE_FLOOR_S = 0.25
 DEADLINE_CAP_S = 10.0
 STALL_FLOOR_S = 0.25
 STALL_MULTIPLE = 8.0  # of the time one chunk should take
+STALL_SHARE = 0.2  # of the deadline: a load that saves seconds outlives a pause of the host
 PROBE_CHUNKS = 4
 
 
@@ -210,7 +211,7 @@ def _decision(
         recompute_s = prefill.seconds(tokens, prospect.computed_tokens)
         deadline_s = min(limits.cap_s, max(limits.floor_s, prospect.queued_s + limits.multiple * recompute_s))
     chunk_s = 0.0 if load_s is None or chunks == 0 else load_s / chunks
-    stall_s = min(deadline_s, max(STALL_FLOOR_S, STALL_MULTIPLE * chunk_s))
+    stall_s = min(deadline_s, max(STALL_FLOOR_S, STALL_MULTIPLE * chunk_s, STALL_SHARE * deadline_s))
     return Decision(
         load_chunks=chunks,
         deadline_s=deadline_s,
