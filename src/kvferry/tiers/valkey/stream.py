@@ -108,11 +108,11 @@ class Stream:
             if sent:
                 queue[0] = queue[0][sent:]
 
-    def receive(self, view: memoryview, patience: Patience) -> int:
+    def receive(self, view: memoryview, patience: Patience, flags: int = 0) -> int:
         """Receive at least one byte into ``view``; the number received."""
         while True:
             try:
-                count = self._socket.recv_into(view)
+                count = self._socket.recv_into(view, 0, flags)
             except (BlockingIOError, TimeoutError):
                 self._idle(patience)
                 continue
@@ -128,17 +128,7 @@ class Stream:
         flags = 0 if self._tls else socket.MSG_WAITALL
         done = 0
         while done < view.nbytes:
-            try:
-                count = self._socket.recv_into(view[done:], 0, flags)
-            except (BlockingIOError, TimeoutError):
-                self._idle(patience)
-                continue
-            except OSError as error:
-                raise DroppedError(f"connection lost while receiving: {error}") from error
-            if not count:
-                raise DroppedError("the server closed the connection inside a reply")
-            done += count
-            self._moved(patience)
+            done += self.receive(view[done:], patience, flags)
 
     def rest(self) -> None:
         """Call before sending the first request after idling, so that idleness is not taken for a stall."""
