@@ -22,6 +22,7 @@ from tests.node.fleet import (
 
 from kvferry.client.messages import (
     LoadEnd,
+    LookupAnswer,
     LookupRequest,
     Pending,
     Prefill,
@@ -46,6 +47,20 @@ def _ask(engine: Engine, chunks: list[bytes], request_id: str) -> None:
             prefill=Prefill(0.0, 1.0, 0.0),
         )
     )
+
+
+def _whole_answer(engine: Engine, chunks: list[bytes]) -> LookupAnswer:
+    """The answer once everything saved has been published."""
+    answers = [engine.lookup(chunks)]
+
+    def whole() -> bool:
+        if answers[-1].count < len(chunks):
+            engine.scheduler.end(answers[-1].load_id)
+            answers.append(engine.lookup(chunks, os.urandom(4).hex()))
+        return answers[-1].count == len(chunks)
+
+    eventually(whole, "all that was saved is found")
+    return answers[-1]
 
 
 def _engine(tmp_path: Path, stack: ExitStack) -> Engine:
@@ -83,10 +98,7 @@ def test_a_killed_node_ends_every_stream_at_once_and_its_memory_stays_readable(
     engine = _engine(tmp_path, stack).connected()
     chunks = digests(4)
     engine.save(chunks)
-    answer = engine.lookup(chunks)
-    while answer.count < 4:
-        engine.scheduler.end(answer.load_id)
-        answer = engine.lookup(chunks)
+    answer = _whole_answer(engine, chunks)
     stream = engine.worker.load(answer.ticket(0))
     first = stream.next(1.0)
     assert isinstance(first, ReadyPart)
@@ -111,10 +123,7 @@ def test_a_restarted_node_is_another_epoch_and_old_handles_are_refused(
     engine = _engine(tmp_path, stack).connected()
     chunks = digests(3)
     engine.save(chunks)
-    answer = engine.lookup(chunks)
-    while answer.count < 3:
-        engine.scheduler.end(answer.load_id)
-        answer = engine.lookup(chunks)
+    answer = _whole_answer(engine, chunks)
     before = engine.worker.epoch
     process.signal(signal.SIGKILL)
     process.process.wait()
