@@ -95,17 +95,24 @@ class Loop:
     def run(self) -> None:
         """Until ``stop``."""
         while not self._stopping:
-            self._awake = False
-            ready = self._selector.select(self._timeout())
-            self._awake = True
-            for key, events in ready:
-                if key.data is None:
-                    self._drain_signal()
-                else:
-                    self._ready(key.data, events)
-            self._run_posted()
-            self._run_timers()
-            self._guard(self._after_turn)
+            self.turn()
+
+    def turn(self, most_s: float | None = None) -> None:
+        """One wake-up: sleep until something is due, for ``most_s`` at most, and do all that is due."""
+        self._awake = False  # before the look at what is posted: a post from here on must wake the selector
+        timeout_s = self._timeout()
+        if most_s is not None:
+            timeout_s = most_s if timeout_s is None else min(timeout_s, most_s)
+        ready = self._selector.select(timeout_s)
+        self._awake = True
+        for key, events in ready:
+            if key.data is None:
+                self._drain_signal()
+            else:
+                self._ready(key.data, events)
+        self._run_posted()
+        self._run_timers()
+        self._guard(self._after_turn)
 
     def close(self) -> None:
         """After ``run`` has returned: run what is still posted, free the descriptors."""
