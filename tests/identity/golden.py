@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.identity.examples import CHAINS, HARD, KEY, NAMESPACE, PLAIN, chain, plain_json
 
-from kvferry.identity.domain import DomainKey
+from kvferry.identity.domain import DomainKey, domain_tag
 from kvferry.identity.header import pack_header
 from kvferry.identity.names import PartKey
 from kvferry.identity.namespace import encode, fingerprint
@@ -124,6 +124,14 @@ def build() -> dict[str, Any]:
             "équipe-β": DomainKey.default("équipe-β").key_id.hex(),
             bytes(range(32)).hex(): KEY.key_id.hex(),
         },
+        "tags": [
+            {"domain": name, "key_id": key.key_id.hex(), "tag": domain_tag(name, key.key_id).hex()}
+            for name, key in (
+                ("default", DomainKey.default("default")),
+                ("équipe-β", DomainKey.default("équipe-β")),
+                ("équipe-β", KEY),
+            )
+        ],
         "namespaces": _namespaces(),
         "chains": _chains(),
         "weights": {

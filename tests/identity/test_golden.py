@@ -96,8 +96,18 @@ def test_a_fingerprint_written_from_the_specification_is_the_same(vector: dict) 
         spec[name] = sorted(spec[name], key=lambda item: item["name"].encode())
     encoding = b"kvferry namespace\0" + struct.pack("<I", 1) + _encode(spec)
     assert encoding.hex() == vector["encoding"]
-    expected = hashlib.blake2b(encoding, digest_size=16, person=b"kvferry-ns").hexdigest()
-    assert expected == vector["fingerprint"]
+    expected = _tag(spec["domain"], spec["domain_key_id"])
+    expected += hashlib.blake2b(encoding, digest_size=12, person=b"kvferry-ns").digest()
+    assert expected.hex() == vector["fingerprint"]
+
+
+def _tag(domain: str, key_id: bytes) -> bytes:
+    return hashlib.blake2b(key_id + domain.encode(), digest_size=4, person=b"kvferry-tag").digest()
+
+
+@pytest.mark.parametrize("vector", GOLDEN["tags"], ids=lambda vector: vector["tag"])
+def test_a_tag_written_from_the_specification_is_the_same(vector: dict) -> None:
+    assert _tag(vector["domain"], bytes.fromhex(vector["key_id"])).hex() == vector["tag"]
 
 
 @pytest.mark.parametrize("vector", GOLDEN["headers"], ids=lambda vector: f"{vector['part_bytes']}")

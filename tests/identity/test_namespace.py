@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.identity.examples import HARD, PLAIN
+from tests.identity.examples import HARD, KEY, PLAIN
 
 from kvferry.errors import BrokenError, MisconfiguredError
+from kvferry.identity.domain import domain_tag
 from kvferry.identity.geometry import Geometry, GroupKind, KvGroup
 from kvferry.identity.namespace import KvScale, NamespaceSpec, Setting, encode, fingerprint
 
@@ -104,6 +105,17 @@ def test_engines_whose_ranks_hold_equal_bytes_share_a_namespace(
     assert (len(found) == 1) is equal
 
 
+def test_all_namespaces_of_a_domain_begin_with_its_tag_and_no_others_do() -> None:
+    tag = domain_tag(PLAIN.domain, PLAIN.domain_key_id)
+    assert fingerprint(PLAIN)[:4] == tag
+    assert fingerprint(dataclasses.replace(PLAIN, model="another"))[:4] == tag
+    renamed = dataclasses.replace(PLAIN, domain="another")
+    rekeyed = dataclasses.replace(PLAIN, domain_key_id=KEY.key_id)
+    for other in (renamed, rekeyed):
+        assert fingerprint(other)[:4] == domain_tag(other.domain, other.domain_key_id) != tag
+        assert fingerprint(other)[4:] != fingerprint(PLAIN)[4:]  # not told apart by a short tag alone
+
+
 def test_text_cannot_move_from_one_field_to_the_next() -> None:
     one = dataclasses.replace(PLAIN, engine="vllm", engine_format="0.32")
     other = dataclasses.replace(PLAIN, engine="vllm0", engine_format=".32")
@@ -126,6 +138,7 @@ def test_an_integer_scale_is_the_same_scale() -> None:
         ({"packing": ""}, "packing"),
         ({"weights": b"short"}, "weights"),
         ({"domain_key_id": b""}, "domain_key_id"),
+        ({"domain_key_id": bytes(7)}, "domain_key_id"),
         ({"kv_dtype": "fp8_e4m3"}, "scales"),
         ({"kv_scales": (KvScale("k", (float("nan"),)),)}, "finite"),
         ({"kv_scales": (KvScale("k", ()),)}, "finite"),

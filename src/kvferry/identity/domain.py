@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvferry.errors import MisconfiguredError
-from kvferry.identity.names import DIGEST_BYTES
+from kvferry.identity.names import DIGEST_BYTES, DOMAIN_TAG_BYTES
 
 KEY_BYTES = 32
 KEY_ID_BYTES = 8
 KEY_VARIABLE = "KVFERRY_DOMAIN_KEY"
 
 _ID_PERSON = b"kvferry-key-id"
+_TAG_PERSON = b"kvferry-tag"
 _DEFAULT_PERSON = b"kvferry-default"
 
 
@@ -38,11 +39,7 @@ class DomainKey:
     @classmethod
     def default(cls, domain: str) -> "DomainKey":
         """The key of a domain that was given none: public, since it follows from the name."""
-        try:
-            name = domain.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise MisconfiguredError(f"domain name {domain!r} is not Unicode text") from error
-        key = hashlib.blake2b(name, digest_size=KEY_BYTES, person=_DEFAULT_PERSON).digest()
+        key = hashlib.blake2b(_encoded(domain), digest_size=KEY_BYTES, person=_DEFAULT_PERSON).digest()
         return cls(key, is_default=True)
 
     @classmethod
@@ -98,6 +95,23 @@ class DomainKey:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a domain key is not serialised: load it where it is needed")
+
+
+def domain_tag(domain: str, key_id: bytes) -> bytes:
+    """The public DOMAIN_TAG_BYTES that every namespace of a domain begins with, and so every name it stores.
+
+    It lets a store limit a user to one domain. It is no secret, and too short to be one: what keeps others
+    from naming a chunk is the key. Raises MisconfiguredError for a name that is no Unicode text.
+    """
+    message = key_id + _encoded(domain)
+    return hashlib.blake2b(message, digest_size=DOMAIN_TAG_BYTES, person=_TAG_PERSON).digest()
+
+
+def _encoded(domain: str) -> bytes:
+    try:
+        return domain.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise MisconfiguredError(f"domain name {domain!r} is not Unicode text") from error
 
 
 _HINT = "make one with: openssl rand -hex 32"

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 NAMESPACE_BYTES = 16
+DOMAIN_TAG_BYTES = 4  # the namespace begins with its trust domain's tag
 DIGEST_BYTES = 32
 MAX_PARTS = 4096
 MAX_PART_BYTES = 1 << 30

@@ -1,7 +1,8 @@
 """The namespace: everything that must be equal for stored bytes to be interchangeable.
 
-A specification is written in one canonical encoding and hashed to 16 bytes. Fields are encoded by name,
-so every field of the dataclasses enters, a new one included. ``docs/spec/identity.md`` specifies it.
+A specification is written in one canonical encoding and hashed, behind its domain's tag. Fields are
+encoded by name, so every field of the dataclasses enters, a new one included. ``docs/spec/identity.md``
+specifies it.
 """
 
 import dataclasses
@@ -12,8 +13,9 @@ import struct
 from dataclasses import dataclass
 
 from kvferry.errors import BrokenError, MisconfiguredError
+from kvferry.identity.domain import KEY_ID_BYTES, domain_tag
 from kvferry.identity.geometry import Geometry
-from kvferry.identity.names import NAMESPACE_BYTES
+from kvferry.identity.names import DOMAIN_TAG_BYTES, NAMESPACE_BYTES
 
 ENCODING_VERSION = 1
 WEIGHTS_BYTES = 32
@@ -86,8 +88,10 @@ class NamespaceSpec:
             raise MisconfiguredError(
                 f"namespace: weights has {len(self.weights)} bytes: give a {WEIGHTS_BYTES}-byte fingerprint"
             )
-        if not self.domain_key_id:
-            raise MisconfiguredError("namespace: domain_key_id is empty: use the domain key's id")
+        if len(self.domain_key_id) != KEY_ID_BYTES:
+            raise MisconfiguredError(
+                f"namespace: domain_key_id has {len(self.domain_key_id)} bytes: use the domain key's id"
+            )
         if self.kv_dtype not in UNSCALED_DTYPES and not self.kv_scales:
             raise MisconfiguredError(
                 f"namespace: kv_dtype is {self.kv_dtype} but no scales are given: their values change the "
@@ -124,8 +128,9 @@ def encode(spec: NamespaceSpec) -> bytes:
 
 
 def fingerprint(spec: NamespaceSpec) -> bytes:
-    """The 16 bytes that name the namespace: unkeyed BLAKE2b-128 of the canonical encoding."""
-    return hashlib.blake2b(encode(spec), digest_size=NAMESPACE_BYTES, person=_PERSON).digest()
+    """The 16 bytes that name the namespace: the domain's tag, and BLAKE2b-96 of the canonical encoding."""
+    digest = hashlib.blake2b(encode(spec), digest_size=NAMESPACE_BYTES - DOMAIN_TAG_BYTES, person=_PERSON)
+    return domain_tag(spec.domain, spec.domain_key_id) + digest.digest()
 
 
 def _append_sized(out: bytearray, tag: bytes, content: bytes, path: str) -> None:
