@@ -1,154 +1,304 @@
 """A TCP proxy that misbehaves on demand, between a client and a real server.
 
+    with Proxy(("127.0.0.1", port)) as proxy:
+        proxy.replies.latency_s = 0.05
+        proxy.replies.once(Cut(1000, Ending.RESET))
+
 Run as a process of its own where its work must not share the client's interpreter:
-``python -m kvferry.testing.proxy --target HOST:PORT --rate-bytes-s N`` prints its port and ends when its
-standard input does.
+``python -m kvferry.testing.proxy --target HOST:PORT`` prints its port, takes one command per line of its
+standard input and ends when that does.
 """
 
 import argparse
 import contextlib
+import selectors
 import socket
-import struct
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
+from typing import Self
 
-_CHUNK_BYTES = 64 << 10
-_LINGER_RESET = struct.pack("ii", 1, 0)
+from kvferry.errors import BrokenError, ClosedError, KvferryError, RefusedError
+from kvferry.testing.faults import Armed, Corrupt, Cut, Ending, Insert, Way, soonest
+from kvferry.testing.relay import HELD_POLL_S, Link, Side, shut
 
-
-_BURST_S = 0.02
-"""How much time a throttle may catch up: a machine that is busy elsewhere must not lower the rate."""
-
-
-class Throttle:
-    """A rate shared by every connection of one direction."""
-
-    def __init__(self, rate_bytes_s: float) -> None:
-        self._rate_bytes_s = rate_bytes_s
-        self._lock = threading.Lock()
-        self._free_at = 0.0
-
-    def wait(self, nbytes: int) -> None:
-        """Sleep until ``nbytes`` more may pass."""
-        with self._lock:
-            now = time.monotonic()
-            starts_at = max(now - _BURST_S, self._free_at)
-            self._free_at = starts_at + nbytes / self._rate_bytes_s
-        if starts_at > now:
-            time.sleep(starts_at - now)
+_ANSWER_S = 20.0
 
 
 class Proxy:
-    """Forwards to ``target`` until told otherwise. Attributes may be changed at any time.
+    """Forwards to ``target`` until told otherwise, all in one thread.
 
-    black_hole: accept and take bytes, forward none. cut_after_bytes: how many more bytes of replies pass
-    before the connection that carries them is closed (once). rate_bytes_s: of replies, and of requests.
+    requests: the way to the server. replies: the way back. refusing: new connections are reset at once.
+    accepted: connections so far. port: 0 for any free one. Random bytes are a function of ``seed``.
     """
 
-    def __init__(self, target: tuple[str, int], *, rate_bytes_s: float | None = None) -> None:
-        self._target = target
-        self._throttles = tuple(Throttle(rate_bytes_s) if rate_bytes_s else None for _ in range(2))
-        self.black_hole = False
-        self.cut_after_bytes: int | None = None
+    def __init__(
+        self,
+        target: tuple[str, int],
+        *,
+        rate_bytes_s: float | None = None,
+        port: int = 0,
+        seed: int = 0,
+    ) -> None:
+        found = socket.getaddrinfo(*target, type=socket.SOCK_STREAM)[0]
+        self._family, self._target = found[0], found[4]
+        self.requests = Way(seed=2 * seed)
+        self.replies = Way(seed=2 * seed + (1 << 32))
+        self.requests.rate_bytes_s = self.replies.rate_bytes_s = rate_bytes_s
+        self.refusing = False
         self.accepted = 0
-        self._lock = threading.Lock()
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        self._threads: list[threading.Thread] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._cut: Armed | None = None
+        self._links: list[Link] = []
+        self._orders: deque[Callable[[], None]] = deque()
+        self._closing = False
+        self._listener = socket.create_server(("127.0.0.1", port))
+        self._listener.settimeout(0.0)
         self.port: int = self._listener.getsockname()[1]
-        self._acceptor = threading.Thread(target=self._accept, name="kvferry-proxy-accept", daemon=True)
-        self._acceptor.start()
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._wakes = socket.socketpair()
+        for sock in (self._bell, self._wakes):
+            sock.settimeout(0.0)
+        self._thread = threading.Thread(target=self._run, name="kvferry-proxy", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def connections(self) -> int:
+        """How many are open now."""
+        return len(self._links)
+
+    @property
+    def black_hole(self) -> bool:
+        """Whether nothing passes, either way. Bytes are taken and kept until it ends."""
+        return self.requests.black_hole and self.replies.black_hole
+
+    @black_hole.setter
+    def black_hole(self, on: bool) -> None:
+        self.requests.black_hole = self.replies.black_hole = on
+
+    @property
+    def cut_after_bytes(self) -> int | None:
+        """Of replies: how many more bytes pass before the connection that carries them is closed, once."""
+        return self._cut.fault.after_bytes if self._cut and not self._cut.fired else None
+
+    @cut_after_bytes.setter
+    def cut_after_bytes(self, nbytes: int) -> None:
+        self._cut = self.replies.once(Cut(nbytes))
 
     def reset(self) -> None:
         """End every connection with a TCP reset."""
-        with self._lock:
-            pairs, self._pairs = self._pairs, []
-        for pair in pairs:
-            for sock in pair:
-                with contextlib.suppress(OSError):
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_RESET)
-                _close(sock)
+        self._order(lambda: self._for_all(lambda link: link.end(Ending.RESET)))
+
+    def vanish(self, side: Side) -> None:
+        """That side of every connection goes away and the other is not told: half-open connections."""
+        self._order(lambda: self._for_all(lambda link: link.vanish(side)))
+
+    def heal(self) -> None:
+        """As at the start. What was held back is passed on."""
+        self.refusing = False
+        for way in (self.requests, self.replies):
+            way.heal()
+
+        def release(link: Link) -> None:
+            for lane in link.lanes:
+                lane.stalled = False
+
+        self._order(lambda: self._for_all(release))
 
     def close(self) -> None:
-        """Stop listening, end every connection, join the threads."""
+        """Stop listening, reset every connection, join the thread. Idempotent."""
+        self._closing = True
+        self._ring()
+        self._thread.join()
+
+    # -- orders to the thread ----------------------------------------------------------------------
+
+    def _order(self, what: Callable[[], None]) -> None:
+        """Have it done between two turns of the thread, and wait for that."""
+        done = threading.Event()
+
+        def work() -> None:
+            what()
+            done.set()
+
+        self._orders.append(work)
+        self._ring()
+        give_up = time.monotonic() + _ANSWER_S
+        while not done.wait(0.05):
+            if not self._thread.is_alive():
+                raise ClosedError("the proxy is closed")
+            if time.monotonic() > give_up:
+                raise BrokenError(f"the proxy's thread did not answer within {_ANSWER_S:.0f} s")
+
+    def _ring(self) -> None:
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._acceptor.join()
-        self.reset()
-        for thread in self._threads:
-            thread.join()
+            self._bell.send(b"!")
+
+    def _for_all(self, what: Callable[[Link], None]) -> None:
+        for link in self._links:
+            if not link.closed:
+                what(link)
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._selector.register(self._wakes, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        try:
+            while not self._closing:
+                self._turn()
+        finally:
+            self._for_all(lambda link: link.end(Ending.RESET))
+            self._links.clear()
+            for sock in (self._listener, self._bell, self._wakes):
+                sock.close()
+            self._selector.close()
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        for link in self._links:
+            link.advance(now)
+        self._links = [link for link in self._links if not link.closed]
+        ready = self._selector.select(self._watch(now))
+        now = time.monotonic()
+        for key, events in ready:
+            if key.fileobj is self._wakes:
+                with contextlib.suppress(BlockingIOError):
+                    self._wakes.recv(4096)
+            elif key.fileobj is self._listener:
+                self._accept()
+            else:
+                key.data.ready(key.fileobj, events, now=now)
+        while self._orders:
+            self._orders.popleft()()
+
+    def _watch(self, now: float) -> float | None:
+        """Register what each link waits for; how long to wait at most, seconds."""
+        wanted: dict[socket.socket, tuple[int, Link]] = {}
+        times: list[float | None] = []
+        for link in self._links:
+            wanted.update((sock, (events, link)) for sock, events in link.sockets() if events)
+            times += [lane.next_at for lane in link.lanes if not lane.blocked]
+            if any(lane.held and not lane.done for lane in link.lanes):
+                times.append(now + HELD_POLL_S)
+        for key in list(self._selector.get_map().values()):
+            if key.fileobj in wanted:
+                events, link = wanted.pop(key.fileobj)
+                if events != key.events:
+                    self._selector.modify(key.fileobj, events, link)
+            elif key.fileobj not in (self._wakes, self._listener):
+                self._selector.unregister(key.fileobj)
+        for sock, (events, link) in wanted.items():
+            self._selector.register(sock, events, link)
+        return soonest(*times)
 
     def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            self.accepted += 1
-            try:
-                server = socket.create_connection(self._target, 2.0)
-            except OSError:
-                client.close()
-                continue
-            server.settimeout(None)
-            for sock in (client, server):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            with self._lock:
-                self._pairs.append((client, server))
-            for source, sink, is_reply in ((client, server, False), (server, client, True)):
-                thread = threading.Thread(
-                    target=self._pump, args=(source, sink, is_reply), name="kvferry-proxy-pump", daemon=True
-                )
-                self._threads.append(thread)
-                thread.start()
-
-    def _pump(self, source: socket.socket, sink: socket.socket, is_reply: bool) -> None:
-        throttle = self._throttles[is_reply]
-        buffer = memoryview(bytearray(_CHUNK_BYTES))
         try:
-            while count := source.recv_into(buffer):
-                if throttle is not None:
-                    throttle.wait(count)
-                if self.black_hole:
-                    continue
-                allowed = self._allowed(count) if is_reply else count
-                sink.sendall(buffer[:allowed])
-                if allowed < count:
-                    break
+            client, _ = self._listener.accept()
         except OSError:
-            pass  # either side went away: so does the pair
-        _close(source)
-        _close(sink)
+            return
+        self.accepted += 1
+        if self.refusing:
+            shut(client, reset=True)
+            return
+        server = socket.socket(self._family, socket.SOCK_STREAM)
+        for sock in (client, server):
+            sock.settimeout(0.0)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        server.connect_ex(self._target)
+        self._links.append(Link(client, server, self.requests, self.replies))
 
-    def _allowed(self, count: int) -> int:
-        with self._lock:
-            left = self.cut_after_bytes
-            if left is None:
-                return count
-            self.cut_after_bytes = left - count if left >= count else None
-            return min(left, count)
+
+_COMMANDS = """\
+commands, one a line, WAY is requests, replies or both:
+  WAY latency_s|rate_bytes_s|close_delay_s NUMBER
+  WAY black_hole on|off
+  WAY cut BYTE [close|reset|vanish|stall]   once, after so many more bytes
+  WAY corrupt|insert BYTE [COUNT]           once
+  reset | vanish client|server | refusing on|off | heal
+each is answered with "ok" or "error: ..."
+"""
+_SWITCH = {"on": True, "off": False}
 
 
-def _close(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-    sock.close()
+def obey(proxy: Proxy, line: str) -> None:
+    """Do what a command line says. RefusedError for one that is not understood."""
+    try:
+        match line.split():
+            case ["reset"]:
+                proxy.reset()
+            case ["heal"]:
+                proxy.heal()
+            case ["vanish", side]:
+                proxy.vanish(Side(side))
+            case ["refusing", switch]:
+                proxy.refusing = _SWITCH[switch]
+            case ["both", *words]:
+                for way in (proxy.requests, proxy.replies):
+                    _bend(way, words)
+            case ["requests", *words]:
+                _bend(proxy.requests, words)
+            case ["replies", *words]:
+                _bend(proxy.replies, words)
+            case _:
+                raise RefusedError(f"{line.strip()!r} is no command: see --help")
+    except (ValueError, KeyError) as error:
+        raise RefusedError(f"{line.strip()!r}: {error} is not understood: see --help") from error
+
+
+def _bend(way: Way, words: list[str]) -> None:
+    match words:
+        case ["latency_s", number]:
+            way.latency_s = float(number)
+        case ["rate_bytes_s", number]:
+            way.rate_bytes_s = float(number) or None
+        case ["close_delay_s", number]:
+            way.close_delay_s = float(number)
+        case ["black_hole", switch]:
+            way.black_hole = _SWITCH[switch]
+        case ["cut", byte, *how]:
+            way.once(Cut(int(byte), *map(Ending, how)))
+        case ["corrupt", byte, *count]:
+            way.once(Corrupt(int(byte), *map(int, count)))
+        case ["insert", byte, *count]:
+            way.once(Insert(int(byte), *map(int, count)))
+        case _:
+            raise ValueError(" ".join(words))
 
 
 def main() -> int:
     """Serve until standard input ends."""
-    parser = argparse.ArgumentParser(description="A throttling TCP proxy.")
+    parser = argparse.ArgumentParser(
+        prog="python -m kvferry.testing.proxy",
+        description="A TCP proxy that misbehaves on demand. Prints its port; ends with its standard input.",
+        epilog=_COMMANDS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--target", required=True, metavar="HOST:PORT")
-    parser.add_argument("--rate-bytes-s", type=float)
+    parser.add_argument(
+        "--port", type=int, default=0, help="to listen on, at 127.0.0.1; any free one if not given"
+    )
+    parser.add_argument("--rate-bytes-s", type=float, metavar="N", help="each way, over all connections")
     arguments = parser.parse_args()
     host, _, port = arguments.target.rpartition(":")
-    proxy = Proxy((host, int(port)), rate_bytes_s=arguments.rate_bytes_s)
-    sys.stdout.write(f"{proxy.port}\n")
-    sys.stdout.flush()
-    sys.stdin.read()
-    proxy.close()
+    with Proxy((host, int(port)), rate_bytes_s=arguments.rate_bytes_s, port=arguments.port) as proxy:
+        sys.stdout.write(f"{proxy.port}\n")
+        sys.stdout.flush()
+        for line in sys.stdin:
+            try:
+                obey(proxy, line)
+                answer = "ok"
+            except KvferryError as error:
+                answer = f"error: {error}"
+            sys.stdout.write(f"{answer}\n")
+            sys.stdout.flush()
     return 0
 
 
