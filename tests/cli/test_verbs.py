@@ -181,8 +181,8 @@ def test_one_namespace_is_dropped_by_the_digits_that_status_shows(
 ) -> None:
     socket = ["--socket", str(tmp_path / "node.sock")]
     spaces = [
-        NamespaceInfo(bytes.fromhex("5f1d02c9" * 4), (1 << 20,), 128, "test", "first"),
-        NamespaceInfo(bytes.fromhex("5f1d02ca" * 4), (1 << 20,), 128, "test", "second"),
+        NamespaceInfo(bytes.fromhex("0ddba11a" + "5f1d02c9" * 3), (1 << 20,), 128, "test", "first"),
+        NamespaceInfo(bytes.fromhex("0ddba11a" + "5f1d02ca" * 3), (1 << 20,), 128, "test", "second"),
     ]
     engines = [Engine(tmp_path / "node.sock", space).connected() for space in spaces]
     try:

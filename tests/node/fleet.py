@@ -32,8 +32,8 @@ from kvferry.testing.memory_tier import MemoryTier
 
 WAIT_S = 10.0
 PART_BYTES = 1 << 20
-NAMESPACE = NamespaceInfo(b"n" * 16, (PART_BYTES,), 128, "test", "model")
-TWO_PARTS = NamespaceInfo(b"m" * 16, (PART_BYTES, PART_BYTES), 128, "test", "model-tp2")
+NAMESPACE = NamespaceInfo(b"test" + b"n" * 12, (PART_BYTES,), 128, "test", "model")
+TWO_PARTS = NamespaceInfo(b"test" + b"m" * 12, (PART_BYTES, PART_BYTES), 128, "test", "model-tp2")
 POOL_BYTES = 64 << 20
 SLOW_PREFILL = Prefill(0.0, 1.0, 0.0)  # recomputing takes for ever: loads are always worth it
 

@@ -34,7 +34,7 @@ from kvferry.node.loop import Loop
 from kvferry.node.node import Node
 from kvferry.testing.memory_tier import MemoryTier
 
-SOME_ABSENT = NamespaceInfo(b"z" * 16, (PART_BYTES, 0, PART_BYTES), 128, "test", "hybrid")
+SOME_ABSENT = NamespaceInfo(b"test" + b"z" * 12, (PART_BYTES, 0, PART_BYTES), 128, "test", "hybrid")
 
 
 def _second_rank(node: Node, stack: ExitStack, namespace: NamespaceInfo = NAMESPACE) -> WorkerClient:

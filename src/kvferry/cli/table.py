@@ -4,6 +4,8 @@ import re
 import textwrap
 from collections.abc import Sequence
 
+from kvferry.identity.names import DOMAIN_TAG_BYTES
+
 COLUMNS = 100
 _NUMBER = re.compile(r"[\d.,]+(?!\w)")
 _LABEL = 10  # columns of a label before its text
@@ -49,8 +51,11 @@ def clip(text: str, width: int) -> str:
 
 
 def short_namespace(namespace: str) -> str:
-    """Enough of a namespace in hexadecimal to tell those of a node apart; ``drop`` takes it."""
-    return namespace[:8] or "-"
+    """Enough of a namespace in hexadecimal to tell those of a node apart; ``drop`` takes it.
+
+    All of one node begin with its domain's tag, so it is what follows.
+    """
+    return namespace[2 * DOMAIN_TAG_BYTES :][:8] or "-"
 
 
 def labelled(label: str, text: str) -> str:

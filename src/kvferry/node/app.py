@@ -48,7 +48,8 @@ MAX_NAMESPACES_PER_CONNECTION = 64
 class App:
     """``server.Handler`` of a node; loop thread only. statistics: of the whole node, for status.
 
-    domain: the trust domain that is served; empty: that of the first engine that attaches.
+    domain: the trust domain that is served; empty: that of the first engine that attaches. Its tag, which
+    follows from its key, is the first engine's in any case: a node needs no key.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class App:
         self.lookups = Lookups(state, self.loads, self.estimator)
         self._statistics = statistics
         self._domain = domain or None
+        self._tag: bytes | None = None
         self._attached: dict[Connection, dict[bytes, Namespace]] = {}
 
     def welcome(self, connection: Connection, hello: Hello) -> Welcome:
@@ -166,11 +168,7 @@ class App:
             label=message.label,
         )
         try:
-            if self._domain not in (None, space.domain):
-                raise RefusedError(
-                    f"this node serves the trust domain {self._domain!r}, the engine is of {space.domain!r}; "
-                    "run a node of its own for it, with another --socket, or restart this one"
-                )
+            self._check_domain(space)
             if len(spaces) >= MAX_NAMESPACES_PER_CONNECTION:
                 raise RefusedError(f"a connection has {MAX_NAMESPACES_PER_CONNECTION} namespaces at most")
             known = self.state.namespaces.get(message.namespace)
@@ -184,7 +182,7 @@ class App:
         except RefusedError as refusal:
             connection.send(Attached(namespace=message.namespace, error=str(refusal)))
             return
-        self._domain = space.domain
+        self._domain, self._tag = space.domain, space.tag
         self.state.namespaces[space.namespace] = space
         first = not spaces
         spaces[space.namespace] = space
@@ -193,6 +191,18 @@ class App:
             connection.send_now(attached, self.state.arena.fd)
         else:
             connection.send(attached)
+
+    def _check_domain(self, space: Namespace) -> None:
+        if self._domain not in (None, space.domain):
+            raise RefusedError(
+                f"this node serves the trust domain {self._domain!r}, the engine is of {space.domain!r}; "
+                "run a node of its own for it, with another --socket, or restart this one"
+            )
+        if self._tag not in (None, space.tag):
+            raise RefusedError(
+                f"the engine's key for the trust domain {space.domain!r} is not that of this node's first "
+                "engine; give both the same key file, or restart the node when the key has changed"
+            )
 
     def _space(self, connection: Connection, namespace: bytes) -> Namespace:
         space = self._attached[connection].get(namespace)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.costs import RateEstimate
-from kvferry.identity.names import PartKey, PartRef
+from kvferry.identity.names import DOMAIN_TAG_BYTES, PartKey, PartRef
 from kvferry.node.counters import Counters
 from kvferry.node.explain import ExplainRing
 from kvferry.node.loop import Loop
@@ -30,6 +30,11 @@ class Namespace:
     chunk_tokens: int
     domain: str
     label: str
+
+    @property
+    def tag(self) -> bytes:
+        """Of the trust domain (``identity.domain.domain_tag``)."""
+        return self.namespace[:DOMAIN_TAG_BYTES]
 
     @property
     def chunk_bytes(self) -> int:

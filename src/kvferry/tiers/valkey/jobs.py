@@ -18,6 +18,7 @@ from kvferry.identity.header import pack_header
 from kvferry.identity.names import PartKey, PartRef
 from kvferry.identity.stripes import Stripe, stripe_plan
 from kvferry.tiers.contract import Outcome
+from kvferry.tiers.valkey.acl import KEY_PREFIX
 from kvferry.tiers.valkey.connection import ValueName
 from kvferry.tiers.valkey.slots import key_slot
 
@@ -88,7 +89,7 @@ def stripe_key(key: PartKey, stripe: int) -> bytes:
 
 
 def _part_prefix(key: PartKey) -> bytes:
-    return f"kvf1:{key.namespace.hex()}:{key.chunk.hex()}:{key.part}:".encode()
+    return f"{KEY_PREFIX}{key.namespace.hex()}:{key.chunk.hex()}:{key.part}:".encode()
 
 
 class Operation:
