@@ -16,10 +16,8 @@ def file(name: str, digest: str = "aa", yanked: Any = False) -> dict[str, Any]:
 
 
 def index(**documents: Any) -> Index:
-    """path (with _ for /) to document."""
-    return Index(
-        lambda path: documents.get(path.strip("/").replace("/", "_").replace("-", "_").replace(".", "_"))
-    )
+    """Documents by their paths, with _ for what is no letter."""
+    return Index(lambda path: documents.get(re.sub(r"\W", "_", path.strip("/"))))
 
 
 def test_an_advisory_of_the_pinned_version_is_found() -> None:
