@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from kvferry.errors import MisconfiguredError
 from kvferry.tiers.valkey.url import ValkeyUrl, parse_url
-from kvferry.values import parse_count, parse_domain, parse_path, parse_socket_path
+from kvferry.values import parse_count, parse_domain, parse_group, parse_path, parse_socket_path
 
 ENVIRONMENT_PREFIX = "KVFERRY_"
 # Read elsewhere than by a node: not settings of one, and no mistake either.
@@ -68,7 +68,8 @@ class NodeSettings:
     pool_bytes: host memory for KV. valkey: None keeps to host memory; holds the password, which its repr
     and str leave out. deadline_cap_ms: no load may take longer, whatever the estimate says.
     metrics_port: on loopback; 0 serves none. domain: the trust domain of the engines that are served;
-    empty: that of the first one. token: what clients must show; None: nothing.
+    empty: that of the first one. token: what clients must show; None: nothing. group: number of the group
+    whose members may connect; None: the node's user alone.
     """
 
     pool_bytes: int = DEFAULT_POOL_BYTES
@@ -78,6 +79,7 @@ class NodeSettings:
     metrics_port: int = DEFAULT_METRICS_PORT
     domain: str = ""
     token: Secret | None = None
+    group: int | None = None
 
 
 def default_socket_path(environ: Mapping[str, str] = os.environ) -> Path:
@@ -172,6 +174,7 @@ NODE_SETTINGS = (
         "deadline_cap_ms",
     ),
     Setting("socket", parse_socket_path, "PATH", "where engines of this host find the node", "socket_path"),
+    Setting("group", parse_group, "GROUP", "name or number of a group whose members may connect", "group"),
     Setting(
         "metrics_port",
         _parse_port,
@@ -336,6 +339,17 @@ def client_token(token_file: Path | None = None, *, environ: Mapping[str, str] =
         except MisconfiguredError as error:
             raise MisconfiguredError(f"KVFERRY_TOKEN_FILE: {error}") from error
     return read_secret(token_file).reveal() if token_file is not None else ""
+
+
+def client_group(group: str | None = None, *, environ: Mapping[str, str] = os.environ) -> int | None:
+    """Of which group the node may be a member: the one given, else $KVFERRY_GROUP; None: of none."""
+    where, text = ("--group", group) if group is not None else ("KVFERRY_GROUP", environ.get("KVFERRY_GROUP"))
+    if text is None:
+        return None
+    try:
+        return parse_group(text)
+    except MisconfiguredError as error:
+        raise MisconfiguredError(f"{where}: {error}") from error
 
 
 def memory_bytes() -> int:

@@ -1,5 +1,6 @@
 """What a person types, as a value: counts, names and paths, refused in words that show what was typed."""
 
+import grp
 import os
 import re
 from pathlib import Path
@@ -8,6 +9,9 @@ from kvferry.errors import MisconfiguredError
 
 MAX_DOMAIN_CHARACTERS = 200
 MAX_SOCKET_PATH_BYTES = 107  # of Linux, without the closing zero
+
+MAX_GROUP = (1 << 32) - 2
+_OVERFLOW_GROUP = Path("/proc/sys/kernel/overflowgid")
 
 _COUNT = re.compile(r"[+-]?[0-9]{1,18}")
 
@@ -59,3 +63,36 @@ def parse_socket_path(text: object) -> Path:
             f"socket path {path} is longer than {MAX_SOCKET_PATH_BYTES} bytes; choose a shorter one"
         )
     return path
+
+
+def parse_group_name(text: object) -> str:
+    """A group's name, or its number as text, wherever that group may be. Raises MisconfiguredError."""
+    if isinstance(text, int) and not isinstance(text, bool):
+        text = str(text)
+    name = parse_text(text)
+    if _COUNT.fullmatch(name):
+        parse_count(name, lowest=0, highest=MAX_GROUP)
+    return name
+
+
+def parse_group(text: object) -> int:
+    """The number of a group, given so or by its name on this host. Raises MisconfiguredError.
+
+    The group that the kernel shows in place of those of other user namespaces would admit strangers.
+    """
+    name = parse_group_name(text)
+    try:
+        number = int(name) if _COUNT.fullmatch(name) else grp.getgrnam(name).gr_gid
+    except KeyError as error:
+        raise MisconfiguredError(
+            f"{name!r} is no group of this host; create it, or give the group's number"
+        ) from error
+    try:
+        overflow = int(_OVERFLOW_GROUP.read_text())
+    except (OSError, ValueError):
+        overflow = 65534
+    if number == overflow:
+        raise MisconfiguredError(
+            f"group {name} is what the kernel shows for groups it cannot name here; choose another one"
+        )
+    return number

@@ -69,13 +69,20 @@ def settings(tmp_path: Path, *, pool_bytes: int = POOL_BYTES, deadline_cap_ms: i
 class Engine:
     """One engine process's clients: a scheduler, and a worker per part."""
 
-    def __init__(self, socket_path: Path, namespace: NamespaceInfo = NAMESPACE, name: str = "engine") -> None:
+    def __init__(
+        self,
+        socket_path: Path,
+        namespace: NamespaceInfo = NAMESPACE,
+        name: str = "engine",
+        *,
+        group: int | None = None,
+    ) -> None:
         self.namespace = namespace
         self.scheduler = SchedulerClient(
-            socket_path=socket_path, engine=name, namespace=namespace, lookup_wait_s=1.0
+            socket_path=socket_path, engine=name, namespace=namespace, lookup_wait_s=1.0, group=group
         )
         self.workers = [
-            WorkerClient(socket_path=socket_path, engine=name, rank=rank, namespace=namespace)
+            WorkerClient(socket_path=socket_path, engine=name, rank=rank, namespace=namespace, group=group)
             for rank in range(len(namespace.part_bytes))
         ]
 

@@ -18,6 +18,7 @@ from kvferry.errors import MisconfiguredError, RefusedError
 from kvferry.node import server
 from kvferry.node.framing import LENGTH, FrameBuffer, encode, refusal_text
 from kvferry.node.node import Node
+from kvferry.node.peers import Peer
 from kvferry.node.wire import MAX_FRAME_BYTES, PROTOCOL, EndLoad, Lookup, Ping, Prefill, Role
 
 
@@ -119,7 +120,7 @@ def test_a_wrong_token_is_refused(tmp_path: Path, stack: ExitStack) -> None:
 
 
 def test_another_users_process_is_refused(tmp_path: Path, stack: ExitStack) -> None:
-    node = Node(settings(tmp_path), uid_of=lambda sock: os.getuid() + 1)
+    node = Node(settings(tmp_path), peer_of=lambda sock: Peer(os.getuid() + 1, frozenset()))
     stack.callback(node.close)
     node.start()
     with pytest.raises(RefusedError, match="serves user"):

@@ -1,16 +1,19 @@
-"""``--socket`` of the verbs that ask a node: checked before anything is sent."""
+"""``--socket`` and ``--group`` of the verbs that ask a node: checked before anything is sent."""
 
 import argparse
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvferry import __version__
-from kvferry.config import default_socket_path
+from kvferry.config import client_group, client_token, default_socket_path
 from kvferry.errors import MisconfiguredError, RefusedError
 from kvferry.values import parse_socket_path
+
+if TYPE_CHECKING:
+    from kvferry.client.admin import AdminClient
 
 
 def add_socket_argument(parser: argparse.ArgumentParser) -> None:
@@ -21,10 +24,21 @@ def add_socket_argument(parser: argparse.ArgumentParser) -> None:
         default=str(default_socket_path()),
         help="the node's socket (default: %(default)s)",
     )
+    parser.add_argument(
+        "--group", metavar="GROUP", help="name or number of the group that another user's node serves"
+    )
 
 
-def node_socket(text: str) -> Path:
-    """The path, unless it cannot be a node's of this user. That nothing is there is another matter.
+def asked(args: argparse.Namespace) -> "AdminClient":
+    """A connection to the node that the arguments name."""
+    from kvferry.client.admin import AdminClient
+
+    group = client_group(args.group)
+    return AdminClient(node_socket(args.socket, group=group), token=client_token(), group=group)
+
+
+def node_socket(text: str, *, group: int | None = None) -> Path:
+    """The path, unless it cannot be a node's for this user. That nothing is there is another matter.
 
     Raises MisconfiguredError.
     """
@@ -36,15 +50,17 @@ def node_socket(text: str) -> Path:
         state = path.stat()
     except PermissionError as error:
         raise MisconfiguredError(
-            f"--socket {path}: {error.strerror}; it is another user's, ask as the user of the node"
+            f"--socket {path}: {error.strerror}; it is another user's, ask as the user of the node or as a "
+            "member of its --group"
         ) from error
     except OSError:
         return path  # no node there: connecting says so
     if not stat.S_ISSOCK(state.st_mode):
         raise MisconfiguredError(f"--socket {path} is not a socket; name the one of kvferry node")
-    if os.getuid() not in (0, state.st_uid):
+    if os.getuid() not in (0, state.st_uid) and group != state.st_gid:
         raise MisconfiguredError(
-            f"--socket {path} belongs to user {state.st_uid}; ask as the user of the node"
+            f"--socket {path} belongs to user {state.st_uid}; ask as the user of the node, or name the "
+            "--group that it serves"
         )
     return path
 

@@ -5,8 +5,8 @@ import json
 import re
 from typing import Any
 
-from kvferry.cli.address import add_socket_argument, node_socket
-from kvferry.config import client_token, format_size
+from kvferry.cli.address import add_socket_argument, asked
+from kvferry.config import format_size
 from kvferry.errors import MisconfiguredError, RefusedError
 from kvferry.identity.names import NAMESPACE_BYTES
 
@@ -26,10 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Ask the node and say how much went."""
-    from kvferry.client.admin import AdminClient
-
     wanted = _checked(args.namespace)
-    with AdminClient(node_socket(args.socket), token=client_token()) as admin:
+    with asked(args) as admin:
         namespace = wanted if len(wanted) in (0, _DIGITS) else _known(admin.status(), wanted)
         answer = admin.drop(args.tier, namespace=bytes.fromhex(namespace))
     dropped = answer.get("dropped_bytes")

@@ -5,9 +5,9 @@ import json
 import sys
 from typing import Any
 
-from kvferry.cli.address import add_socket_argument, node_socket, rendered
+from kvferry.cli.address import add_socket_argument, asked, rendered
 from kvferry.cli.table import LINE_COLUMNS, clip, count, duration, labelled, short_namespace
-from kvferry.config import client_token, format_size
+from kvferry.config import format_size
 from kvferry.errors import MisconfiguredError
 
 # What a reason means, for people; the words are those of the node's answers.
@@ -99,7 +99,6 @@ def _seen_by_engine(report: dict[str, Any]) -> list[str]:
 
 def main(args: argparse.Namespace) -> int:
     """Ask the node and print every request that matches, the newest first."""
-    from kvferry.client.admin import AdminClient
     from kvferry.node.wire import MAX_REQUEST_ID
 
     request = args.request.strip()
@@ -108,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
             f"request {request!r} is no id of 1 to {MAX_REQUEST_ID} printable characters; "
             "give the id of an API response, like cmpl-..."
         )
-    with AdminClient(node_socket(args.socket), token=client_token()) as admin:
+    with asked(args) as admin:
         records = admin.explain(request)
         version = admin.welcome.version
     if args.json:

@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any
 
-from kvferry.cli.address import add_socket_argument, node_socket, rendered
+from kvferry.cli.address import add_socket_argument, asked, rendered
 from kvferry.cli.table import (
     LINE_COLUMNS,
     causes,
@@ -17,7 +17,7 @@ from kvferry.cli.table import (
     short_namespace,
     table,
 )
-from kvferry.config import client_token, format_size
+from kvferry.config import format_size
 
 # Details of a tier that get a line of their own under the table; the others share one, these first.
 _LINES = ("warning", "breaker_open", "shards")
@@ -153,9 +153,7 @@ def _namespaces(spaces: list[dict[str, Any]]) -> list[str]:
 
 def main(args: argparse.Namespace) -> int:
     """Ask the node and print."""
-    from kvferry.client.admin import AdminClient
-
-    with AdminClient(node_socket(args.socket), token=client_token()) as admin:
+    with asked(args) as admin:
         status = admin.status()
         version = admin.welcome.version
     print(json.dumps(status, indent=2) if args.json else rendered(render, status, version=version))

@@ -19,11 +19,19 @@ READ_BYTES = 1 << 18
 class AdminClient:
     """One connection. Raises ClosedError without a node, RetryError when it is silent, RefusedError."""
 
-    def __init__(self, socket_path: Path | str, *, token: str = "", timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        socket_path: Path | str,
+        *,
+        token: str = "",
+        group: int | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """group: one whose members may own the node."""
         self._path = Path(socket_path)
         self._timeout_s = timeout_s
         self._frames = FrameBuffer()
-        self._sock: socket.socket = open_socket(self._path, timeout_s)
+        self._sock: socket.socket = open_socket(self._path, timeout_s, group=group)
         identity = Identity(role=Role.ADMIN, engine="admin", token=token)
         handshake = Handshake(self._sock, identity, timeout_s=timeout_s)
         try:

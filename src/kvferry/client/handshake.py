@@ -2,34 +2,37 @@
 
 import os
 import socket
-import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvferry import __version__
 from kvferry.client.messages import NamespaceInfo
 from kvferry.errors import ClosedError, KvferryError, RefusedError, RetryError
 from kvferry.node.framing import FrameBuffer, decode_from_node, encode, refusal_text
+from kvferry.node.peers import Access, peer_of
 from kvferry.node.wire import PROTOCOL, Attach, Attached, FromNode, Hello, Message, Role, Welcome
 
 READ_BYTES = 1 << 18
-_CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who connects."""
+    """Who connects, and to whom: group is one whose members may own the node."""
 
     role: Role
     engine: str = ""
     rank: int = 0
-    token: str = ""
+    token: str = field(default="", repr=False)
     namespace: NamespaceInfo | None = None
+    group: int | None = None
 
 
-def open_socket(path: Path, timeout_s: float) -> socket.socket:
-    """A connected socket whose other end is this user (or root). Raises ClosedError, RefusedError."""
+def open_socket(path: Path, timeout_s: float, *, group: int | None = None) -> socket.socket:
+    """A connected socket whose other end is this user, root, or a member of ``group``.
+
+    Raises ClosedError when nobody is there, RefusedError when it is somebody else.
+    """
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     except OSError as error:
@@ -37,17 +40,26 @@ def open_socket(path: Path, timeout_s: float) -> socket.socket:
     try:
         sock.settimeout(timeout_s)
         sock.connect(str(path))
-        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        peer = peer_of(sock)
+    except PermissionError as error:
+        sock.close()
+        raise RefusedError(
+            f"not allowed to connect to {path}: run as the node's user, or give node and engines one --group "
+            "that this user is a member of"
+        ) from error
     except OSError as error:
         sock.close()
         raise ClosedError(
             f"no node answers at {path} ({error.strerror or error}): start one with kvferry node, or "
             "name its socket with --socket or KVFERRY_SOCKET"
         ) from error
-    uid = _CREDENTIALS.unpack(raw)[1]
-    if uid not in (os.getuid(), 0):
+    access = Access(group, root=True)
+    if not access.admits(peer):
         sock.close()
-        raise RefusedError(f"the node at {path} belongs to user {uid}, not to {os.getuid()}; not trusted")
+        hint = "; if a group shares it, name that with --group or KVFERRY_GROUP" if group is None else ""
+        raise RefusedError(
+            f"the node at {path} belongs to user {peer.uid}, not to {access}; not trusted{hint}"
+        )
     return sock
 
 

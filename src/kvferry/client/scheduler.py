@@ -60,6 +60,7 @@ class SchedulerClient:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """lookup_wait_s: how long the node may ask Valkey before it answers; longer for a long recompute."""
+        group: int | None = None,
         self._namespace = namespace
         self._wait_s = lookup_wait_s
         self._clock = clock
@@ -69,7 +70,7 @@ class SchedulerClient:
         self._answers: OrderedDict[str, LookupAnswer] = OrderedDict()
         self._lookups = 0
         self._answered: dict[str, int] = {}
-        identity = Identity(role=Role.SCHEDULER, engine=engine, token=token, namespace=namespace)
+        identity = Identity(role=Role.SCHEDULER, engine=engine, token=token, namespace=namespace, group=group)
         self._connection = NodeConnection(Path(socket_path), identity, self, clock=clock)
         self._lock = self._connection.lock
         self._connection.start()

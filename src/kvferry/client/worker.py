@@ -83,6 +83,7 @@ class WorkerClient:
         namespace: NamespaceInfo,
         token: str = "",
         clock: Callable[[], float] = time.monotonic,
+        group: int | None = None,
     ) -> None:
         self._namespace = namespace
         self._clock = clock
@@ -94,7 +95,9 @@ class WorkerClient:
         self._ended: dict[str, int] = {}
         self._started_streams = 0
         self._reserve_timeouts = 0
-        identity = Identity(role=Role.WORKER, engine=engine, rank=rank, token=token, namespace=namespace)
+        identity = Identity(
+            role=Role.WORKER, engine=engine, rank=rank, token=token, namespace=namespace, group=group
+        )
         self._connection = NodeConnection(Path(socket_path), identity, self, clock=clock)
         self._changed = threading.Condition(self._connection.lock)
         self._connection.start()

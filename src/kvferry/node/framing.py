@@ -99,7 +99,9 @@ def refusal_text(payload: bytes | memoryview) -> str | None:
 class FrameBuffer:
     """Cuts a byte stream into frames. Never holds more than one frame's limit plus one read."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, limit: int = MAX_FRAME_BYTES) -> None:
+        """limit: longest payload, in bytes; raise it when the other side has shown who it is."""
+        self.limit = limit
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -109,8 +111,8 @@ class FrameBuffer:
         start = 0
         while len(self._data) - start >= LENGTH.size:
             (length,) = LENGTH.unpack_from(self._data, start)
-            if length > MAX_FRAME_BYTES:
-                raise RefusedError(f"a frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+            if length > self.limit:
+                raise RefusedError(f"a frame of {length} bytes exceeds the limit of {self.limit}")
             end = start + LENGTH.size + length
             if len(self._data) < end:
                 break

@@ -16,7 +16,8 @@ from kvferry.errors import ClosedError, RetryError
 from kvferry.node.app import App, snapshot
 from kvferry.node.counters import NodeStatistics
 from kvferry.node.loop import Loop
-from kvferry.node.server import Server, peer_uid
+from kvferry.node.peers import Peer, peer_of
+from kvferry.node.server import Server
 from kvferry.node.state import NodeState
 from kvferry.pool.arena import Arena
 from kvferry.pool.catalogue import Catalogue
@@ -40,7 +41,7 @@ class Node:
         tier: Tier | None = None,
         token: str = "",
         clock: Callable[[], float] = time.monotonic,
-        uid_of: Callable[[socket.socket], int] = peer_uid,
+        peer_of: Callable[[socket.socket], Peer] = peer_of,
     ) -> None:
         """tier, token: used instead of what the settings name. Raises MisconfiguredError, one line."""
         self.settings = settings
@@ -66,7 +67,12 @@ class Node:
             )
             self._app = App(state, statistics=self._snapshot, domain=settings.domain)
             self._server = Server(
-                settings.socket_path, loop=self._loop, handler=self._app, token=token, uid_of=uid_of
+                settings.socket_path,
+                loop=self._loop,
+                handler=self._app,
+                token=token,
+                group=settings.group,
+                peer_of=peer_of,
             )
             undo.pop_all()
         self._prepare = PrepareThread(self._arena)

@@ -1,30 +1,28 @@
 """Connections of a node: accepting, authenticating, framing, and sending within bounds."""
 
 import errno
-import fcntl
 import hmac
 import os
 import selectors
 import socket
-import stat
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from kvferry import __version__
-from kvferry.errors import KvferryError, MisconfiguredError, RefusedError
+from kvferry.errors import KvferryError, RefusedError
+from kvferry.node import socketfile
 from kvferry.node.framing import FrameBuffer, decode_from_client, encode, hello_mismatch
 from kvferry.node.loop import Loop, Timer
-from kvferry.node.wire import FromClient, Hello, Message, Refusal, Welcome
+from kvferry.node.peers import Access, Peer, peer_of
+from kvferry.node.wire import MAX_FRAME_BYTES, MAX_HELLO_BYTES, FromClient, Hello, Message, Refusal, Welcome
 
 MAX_CONNECTIONS = 256
+MAX_STRANGERS = 32
+"""Connections without a hello yet: one more, and the oldest makes room. A client says hello at once."""
 MAX_UNSENT_BYTES = 32 << 20
-MAX_SOCKET_PATH_BYTES = 107
 HELLO_TIMEOUT_S = 5.0
 READ_BYTES = 1 << 18
-BACKLOG = 64
-_CREDENTIALS = struct.Struct("3i")
 
 
 class Handler(Protocol):
@@ -44,13 +42,6 @@ class Handler(Protocol):
         """Count a connection that was refused or cut off."""
 
 
-def peer_uid(sock: socket.socket) -> int:
-    """The user on the other end of a Unix socket."""
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    uid: int = _CREDENTIALS.unpack(raw)[1]
-    return uid
-
-
 class Connection:
     """One client. Everything here runs on the loop's thread."""
 
@@ -59,7 +50,7 @@ class Connection:
         self.hello: Hello | None = None  # set once accepted
         self._sock = sock
         self._server = server
-        self._frames = FrameBuffer()
+        self._frames = FrameBuffer(limit=MAX_HELLO_BYTES)
         self._unsent = bytearray()
         self._closed = False
         self._timer: Timer = server.loop.at(server.loop.clock() + HELLO_TIMEOUT_S, self._hello_late)
@@ -137,7 +128,7 @@ class Connection:
 
     def _read(self) -> None:
         try:
-            data = self._sock.recv(READ_BYTES)
+            data = self._sock.recv(READ_BYTES if self.hello is not None else MAX_HELLO_BYTES)
         except BlockingIOError:
             return
         except OSError:
@@ -165,14 +156,13 @@ class Connection:
         if not isinstance(hello, Hello):
             raise RefusedError(f"the first message must be Hello, not {type(hello).__name__}")
         if not hmac.compare_digest(hello.token.encode(), self._server.token.encode()):
-            self.refuse(
-                "the token does not match the node's; set KVFERRY_TOKEN or KVFERRY_TOKEN_FILE as there",
-                "token",
-            )
+            self.refuse(_token_complaint(shown=bool(hello.token), wanted=bool(self._server.token)), "token")
             return
         welcome = self._server.handler.welcome(self, hello)
         self.hello = hello
+        self._frames.limit = MAX_FRAME_BYTES
         self._timer.cancel()
+        self._server.accepted(self)
         self.send(welcome)
 
 
@@ -186,19 +176,23 @@ class Server:
         loop: Loop,
         handler: Handler,
         token: str = "",
-        uid_of: Callable[[socket.socket], int] = peer_uid,
+        group: int | None = None,
+        peer_of: Callable[[socket.socket], Peer] = peer_of,
     ) -> None:
+        """token: what clients must show, if not empty. group: whose members are served as the own user is."""
         self.loop = loop
         self.handler = handler
         self.token = token
-        self.connections: dict[int, Connection] = {}
+        self.connections: dict[int, Connection] = {}  # those that said a good hello
         self.unsent: set[Connection] = set()
-        self._uid_of = uid_of
+        self._strangers: dict[int, Connection] = {}  # oldest first
+        self._access = Access(group)
+        self._peer_of = peer_of
         self._numbers = 0
         self._path = socket_path
-        self._lock = _lock(socket_path)
+        self._lock = socketfile.lock(socket_path, group=group)
         try:
-            self._sock = _listen(socket_path)
+            self._sock = socketfile.listen(socket_path, group=group)
         except BaseException:
             os.close(self._lock)
             raise
@@ -222,19 +216,35 @@ class Server:
         sock.settimeout(0.0)
         self._numbers += 1
         connection = Connection(sock, number=self._numbers, server=self)
-        self.connections[connection.number] = connection
-        uid = self._uid_of(sock)
-        if uid != os.getuid():
-            connection.refuse(f"this node serves user {os.getuid()}, not user {uid}", "foreign-user")
-        elif len(self.connections) > MAX_CONNECTIONS:
+        self._strangers[connection.number] = connection
+        self._screen(connection, sock)
+
+    def _screen(self, connection: Connection, sock: socket.socket) -> None:
+        """Refuse whom the kernel says should not be here, and what is too much."""
+        try:
+            peer = self._peer_of(sock)
+        except OSError:
+            connection.close("gone")
+            return
+        if not self._access.admits(peer):
+            connection.refuse(f"this node serves {self._access}, not user {peer.uid}", "foreign-user")
+        elif len(self.connections) >= MAX_CONNECTIONS:
             connection.refuse(f"this node has {MAX_CONNECTIONS} connections already", "too-many")
+        elif len(self._strangers) > MAX_STRANGERS:
+            oldest = next(iter(self._strangers.values()))
+            oldest.refuse(f"{MAX_STRANGERS} later connections wait to say hello", "crowded-out")
 
     def crashed(self) -> None:
         """See ``loop.Watcher``. A failed accept costs that connection alone."""
 
+    def accepted(self, connection: Connection) -> None:
+        """A connection has said a good hello."""
+        self.connections[connection.number] = self._strangers.pop(connection.number)
+
     def forget(self, connection: Connection, cause: str) -> None:
         """A connection has closed."""
         self.connections.pop(connection.number, None)
+        self._strangers.pop(connection.number, None)
         self.unsent.discard(connection)
         if connection.hello is not None:
             self.handler.closed(connection)
@@ -243,7 +253,7 @@ class Server:
 
     def close(self) -> None:
         """Close every connection and remove the socket file."""
-        for connection in list(self.connections.values()):
+        for connection in [*self.connections.values(), *self._strangers.values()]:
             connection.close("gone")
         self.loop.unwatch(self._sock)
         self._sock.close()
@@ -256,68 +266,11 @@ class Server:
         self.loop.at(self.loop.clock() + 1.0, lambda: self.loop.watch(self._sock, selectors.EVENT_READ, self))
 
 
-def _lock(path: Path) -> int:
-    """A descriptor whose lock says that a node lives at this path; the kernel drops it at death."""
-    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-        raise MisconfiguredError(
-            f"socket path {path} is longer than {MAX_SOCKET_PATH_BYTES} bytes; choose a shorter one"
-        )
-    _private_directory(path.parent)
-    if os.path.lexists(path) and not path.is_socket():
-        raise MisconfiguredError(f"{path} exists and is not a socket; choose another --socket")
-    lock_path = path.with_name(path.name + ".lock")
-    try:
-        lock = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise MisconfiguredError(
-            f"cannot write {lock_path}: {error.strerror}; choose another --socket"
-        ) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(lock)
-        raise MisconfiguredError(
-            f"a node already runs at {path}; stop it, or choose another --socket"
-        ) from error
-    return lock
-
-
-def _private_directory(path: Path) -> None:
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        state = path.stat()
-    except OSError as error:
-        raise MisconfiguredError(
-            f"cannot use the directory {path}: {error.strerror}; choose another --socket"
-        ) from error
-    if not stat.S_ISDIR(state.st_mode):
-        raise MisconfiguredError(f"{path} is not a directory; choose another --socket")
-    if state.st_uid != os.getuid():
-        raise MisconfiguredError(
-            f"{path} belongs to user {state.st_uid}; choose a --socket in a directory of your own"
-        )
-    if state.st_mode & 0o022:
-        hint = "" if state.st_mode & stat.S_ISVTX else "chmod 700 it or "  # /tmp is meant to be shared
-        raise MisconfiguredError(
-            f"other users can write to {path}; {hint}choose a --socket in a directory of your own"
-        )
-
-
-def _listen(path: Path) -> socket.socket:
-    """The lock is ours, so a socket file that is there is a dead node's."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-    try:
-        if path.is_socket():
-            path.unlink()
-        before = os.umask(0o177)
-        try:
-            sock.bind(str(path))
-        finally:
-            os.umask(before)
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise MisconfiguredError(
-            f"cannot listen at {path}: {error.strerror}; choose another --socket"
-        ) from error
-    return sock
+def _token_complaint(*, shown: bool, wanted: bool) -> str:
+    """Which of the two ends lacks the token or has another one; never the token."""
+    if not wanted:
+        return "the client shows a token, but this node was started without one; start it with --token-file"
+    what = (
+        "the token does not match the node's" if shown else "this node wants a token, the client shows none"
+    )
+    return f"{what}; set KVFERRY_TOKEN or KVFERRY_TOKEN_FILE (for an engine also token_file) as there"

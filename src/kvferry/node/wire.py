@@ -16,6 +16,8 @@ from kvferry.identity.names import DIGEST_BYTES, MAX_PART_BYTES, MAX_PARTS, NAME
 
 PROTOCOL = 1
 MAX_FRAME_BYTES = 4 << 20
+MAX_HELLO_BYTES = 16 << 10  # of the first frame: nobody knows yet whose it is
+MAX_TOKEN = 4096
 MAX_CHUNKS = 65536
 MAX_BATCH = 4096  # places or chunk numbers in one frame
 MAX_TEXT = 512
@@ -132,7 +134,11 @@ class Hello(Message, frozen=True):
     engine: Text = ""
     rank: Count = 0
     pid: Count = 0
-    token: Text = ""
+    token: Annotated[str, Meta(max_length=MAX_TOKEN)] = ""
+
+    def __repr__(self) -> str:
+        """Without the token."""
+        return f"Hello({self.role.value} {self.engine!r} rank {self.rank}, pid {self.pid}, {self.version!r})"
 
 
 class Attach(Message, frozen=True):

@@ -145,7 +145,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._facts = WorkerFacts(0, 0, "", "", "", (), problem=str(error))
             return
         self._worker = WorkerSide(
-            memory, rank=self._facts.tensor_rank, connect=partial(_connect_worker, token=self._token)
+            memory,
+            rank=self._facts.tensor_rank,
+            connect=partial(_connect_worker, token=self._token, group=self._settings.group),
         )
         # What the scheduler side will say, unless ranks disagree: the pool is mapped before the first load.
         with contextlib.suppress(KvferryError):
@@ -240,6 +242,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 engine=assignment.engine,
                 namespace=namespace,
                 token=self._token,
+                group=self._settings.group,
             ),
             pins=self._pins,
             prefill=PrefillWatch(),
@@ -387,13 +390,14 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._adapters = None
 
 
-def _connect_worker(assignment: Assignment, rank: int, *, token: str) -> WorkerClient:
+def _connect_worker(assignment: Assignment, rank: int, *, token: str, group: int | None) -> WorkerClient:
     client = WorkerClient(
         socket_path=assignment.socket,
         engine=assignment.engine,
         rank=rank,
         namespace=assignment.namespace,
         token=token,
+        group=group,
     )
     # Made with the first plan, which may hold a load already: without this an engine's first hit fails.
     client.wait_connected(FIRST_CONNECT_S)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvferry.config import default_socket_path, suggestion
+from kvferry.config import client_group, default_socket_path, suggestion
 from kvferry.errors import MisconfiguredError
+from kvferry.values import parse_group
 
 DEFAULT_DOMAIN = "default"
 MAX_DEADLINE_CAP_MS = 600_000
@@ -18,6 +19,7 @@ _KEYS = (
     "domain",
     "domain_key_file",
     "token_file",
+    "group",
     "model_name",
     "revision",
 )
@@ -28,8 +30,8 @@ class ConnectorSettings:
     """socket: the node's. chunk_tokens: None takes the engine's default. deadline_cap_ms: 0 takes the node's.
 
     domain, domain_key_file: the trust domain and its key. token_file: what the node asks for; None takes
-    $KVFERRY_TOKEN or $KVFERRY_TOKEN_FILE. model_name, revision: name the weights where they cannot be
-    read from a local directory.
+    $KVFERRY_TOKEN or $KVFERRY_TOKEN_FILE. group: number of one whose members may own the node; None: this
+    user alone. model_name, revision: name the weights where they cannot be read from a local directory.
     """
 
     socket: Path
@@ -38,6 +40,7 @@ class ConnectorSettings:
     domain: str = DEFAULT_DOMAIN
     domain_key_file: Path | None = None
     token_file: Path | None = None
+    group: int | None = None
     model_name: str | None = None
     revision: str | None = None
 
@@ -58,6 +61,7 @@ def parse_settings(extra: Mapping[str, Any], *, environ: Mapping[str, str] = os.
         domain=_text(extra, "domain") or DEFAULT_DOMAIN,
         domain_key_file=Path(key_file) if key_file else None,
         token_file=Path(token_file) if token_file else None,
+        group=_group(extra.get("group"), environ),
         model_name=_text(extra, "model_name"),
         revision=_text(extra, "revision"),
     )
@@ -81,3 +85,12 @@ def _count(extra: Mapping[str, Any], key: str, *, highest: int) -> int | None:
             f"kv_connector_extra_config: {key} is {value!r}; give a whole number of 1 to {highest}"
         )
     return value
+
+
+def _group(value: object, environ: Mapping[str, str]) -> int | None:
+    if value is None:
+        return client_group(environ=environ)
+    try:
+        return parse_group(value)
+    except MisconfiguredError as error:
+        raise MisconfiguredError(f"kv_connector_extra_config: group: {error}") from error
