@@ -1,0 +1,360 @@
+"""What the node's state machine expects: a model in dictionaries, and the checks after every step."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tests.node.machine_tier import Probe, ScriptedTier
+from tests.node.machine_world import CHECKSUMS, CONTENT, KEYS, SPACES, Clock, Peer, World
+
+from kvferry.identity.names import PartKey
+from kvferry.identity.stripes import part_checksums
+from kvferry.node.framing import split_checksums
+from kvferry.node.loading import LEASE_GRACE_S
+from kvferry.node.saves import QUARANTINE_S, RESERVATION_LEASE_S
+from kvferry.node.state import Namespace
+from kvferry.node.wire import (
+    Answer,
+    Attached,
+    FromNode,
+    LoadEnded,
+    PartsReady,
+    Place,
+    Reason,
+    Reserved,
+    ReserveOutcome,
+    Role,
+    Tier,
+)
+from kvferry.tiers.contract import Outcome
+
+NO_MISS = {Reason.ENDED, Reason.COMPLETE, Reason.EXPIRED, Reason.EPOCH}  # that need no counter of failures
+
+
+@dataclass(eq=False)
+class Asked:
+    """A lookup without an answer. memory: chunks that the pool held when it came."""
+
+    peer: Peer
+    space: Namespace
+    wanted: Sequence[bytes]
+    first_chunk: int
+    bound: float
+    memory: int
+    probe: Probe | None = None
+
+
+@dataclass(eq=False)
+class Loading:
+    """A load that runs.
+
+    places: given to some worker, and nobody has said that they are copied. joined: who listens for which
+    part, and the first chunk that it was told will not come.
+    """
+
+    load_id: int
+    peer: Peer
+    space: Namespace
+    chunks: Sequence[bytes]
+    first_chunk: int
+    deadline: float
+    places: dict[tuple[int, int], Place] = field(default_factory=dict[tuple[int, int], Place])
+    given: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    joined: dict[tuple[Peer, int], int] = field(
+        default_factory=dict[tuple[Peer, int], int]
+    )  # end that was told
+
+    def key(self, chunk: int, part: int) -> PartKey:
+        """The name of a place."""
+        return PartKey(self.space.namespace, self.chunks[chunk - self.first_chunk], part)
+
+
+@dataclass(eq=False)
+class Writing:
+    """A slot that an engine may write to, until it says that it is done, or ``until`` has come."""
+
+    peer: Peer
+    key: PartKey
+    view: memoryview
+    expires: float
+    until: float = math.inf
+
+
+class Model:
+    """The world, and what is known of it."""
+
+    def __init__(self, *, with_tier: bool) -> None:
+        self.clock = Clock()
+        self.tier = ScriptedTier() if with_tier else None
+        self.damaged: set[PartKey] = set()  # of parts whose bytes in memory were changed
+        self.tickets = 0
+        self.serial = 0
+        self.epoch = 1
+        self.stale: list[int] = [7]  # ids of loads that are over, or never were
+        self.begin()
+
+    def begin(self) -> None:
+        """A node process starts; what lies in the tier is from before."""
+        self.world = World(self.clock, tier=self.tier, epoch=self.epoch)
+        self.peers: list[Peer] = []
+        self.asked: dict[tuple[Peer, int], Asked] = {}
+        self.loads: dict[int, Loading] = {}
+        self.writing: list[Writing] = []
+        self.missed = 0
+        self.hits: Counter[str] = Counter()
+        self.saves: Counter[str] = Counter()
+        self.expired_loads = 0
+        self.ending: list[Loading] = []  # whose end was asked for
+
+    # ---- what happens
+
+    def peer(self, role: Role, which: int) -> Peer:
+        """One of the connections of that role; a new one when there is none."""
+        known = [peer for peer in self.peers if peer.hello.role is role]
+        if not known:
+            self.peers.append(self.world.connect(role, f"engine {which}"))
+            return self.peers[-1]
+        return known[which % len(known)]
+
+    def lease(self, peer: Peer, key: PartKey) -> Writing | None:
+        """What that connection may write under that name, overdue or not."""
+        return next((w for w in self.writing if w.key == key and w.peer is peer and peer.alive), None)
+
+    def gone(self, peer: Peer) -> None:
+        """Its connection has closed, after the world has heard of it."""
+        self.peers.remove(peer)
+        for asked in [asked for asked in self.asked if asked[0] is peer]:
+            del self.asked[asked]
+        for loading in [loading for loading in self.loads.values() if loading.peer is peer]:
+            self.over(loading)
+        for loading in self.loads.values():
+            loading.joined = {who: end for who, end in loading.joined.items() if who[0] is not peer}
+        for writing in self.writing:
+            if writing.peer is peer and writing.until == math.inf:
+                self.saves["engine-gone"] += writing.expires > self.clock.now
+                writing.until = self.clock.now + QUARANTINE_S
+
+    def over(self, loading: Loading) -> None:
+        """That load has ended; every worker that listened must have been told."""
+        del self.loads[loading.load_id]
+        self.stale.append(loading.load_id)
+        for (peer, part), end in loading.joined.items():
+            if peer.alive:
+                told = [m for m in peer.inbox if isinstance(m, LoadEnded)]
+                assert any(m.load_id == loading.load_id and m.part == part for m in told), (peer, part, end)
+
+    def absorb(self) -> None:
+        """Read what the node has sent."""
+        for peer in self.peers:
+            messages, peer.inbox = peer.inbox, []
+            for message in messages:
+                self._take(peer, message)
+
+    def _take(self, peer: Peer, message: FromNode) -> None:
+        match message:
+            case Answer():
+                self._answered(self.asked.pop((peer, message.ticket)), message)
+            case PartsReady(load_id=load_id, places=places):
+                for place in places if load_id in self.loads else ():
+                    assert (peer, place.part) in self.loads[load_id].joined
+                    self._given(self.loads[load_id], place)
+            case LoadEnded(load_id=load_id, part=part, chunk=chunk, reason=reason):
+                if reason not in NO_MISS:
+                    self.is_counted(reason)
+                loading = self.loads.get(load_id)
+                if loading is not None:
+                    assert chunk <= loading.joined[peer, part]
+                    loading.joined[peer, part] = chunk
+            case Attached(error=error):
+                assert not error, error
+            case _:
+                pass
+
+    def _given(self, loading: Loading, place: Place) -> None:
+        at = (place.chunk, place.part)
+        assert split_checksums(place.checksums) == CHECKSUMS[loading.key(*at)]
+        loading.given.add(at)
+        loading.places[at] = place
+
+    def _answered(self, asked: Asked, answer: Answer) -> None:
+        """Who is told what, and whether it was rightly counted as a miss."""
+        wanted, probe = asked.wanted, asked.probe
+        available, missing = len(wanted), answer.reason is not Reason.LIMIT
+        if probe is None:
+            available = asked.memory
+        elif probe.answered is None:
+            assert self.clock.now >= asked.bound
+            self.is_counted(Reason.DEADLINE)
+            available, missing = asked.memory, False
+        else:
+            outcomes = list(zip(probe.refs, probe.answered, strict=True))
+            bad = [ref.key.chunk for ref, outcome in outcomes if outcome is not Outcome.OK]
+            if bad:
+                available = wanted.index(bad[0])
+                ends = [outcome for ref, outcome in outcomes if ref.key.chunk == bad[0]]
+                missing = all(outcome in (Outcome.OK, Outcome.MISS) for outcome in ends)
+        self.missed += len(wanted) - available if missing else 0
+        assert answer.count <= available
+        assert (answer.epoch, answer.first_chunk) == (self.epoch, asked.first_chunk)
+        assert len(answer.tiers) == answer.count
+        if answer.count < len(wanted):
+            assert answer.reason is not Reason.COMPLETE
+            assert missing or answer.reason not in (Reason.ABSENT, Reason.EVICTED)
+        self.hits.update(Tier(tier).name.lower() for tier in answer.tiers)
+        if not answer.count:
+            return
+        assert answer.load_id not in self.loads and answer.load_id not in self.stale
+        loading = self.loads[answer.load_id] = Loading(
+            answer.load_id,
+            asked.peer,
+            asked.space,
+            wanted[: answer.count],
+            asked.first_chunk,
+            self.clock.now + answer.deadline_s,
+        )
+        for place in answer.ready:
+            self._given(loading, place)
+        for at, tier in enumerate(answer.tiers, asked.first_chunk):
+            whole = {(at, part) for part in asked.space.parts} <= loading.given
+            assert whole or tier == Tier.VALKEY
+
+    def reserved(self, peer: Peer, keys: Sequence[PartKey]) -> None:
+        """Take the answer to a reservation out of the inbox."""
+        answer = next(message for message in peer.inbox if isinstance(message, Reserved))
+        peer.inbox.remove(answer)
+        for key, place in zip(keys, answer.places, strict=True):
+            if place.outcome is not ReserveOutcome.RESERVED:
+                continue
+            assert self.lease(peer, key) is None
+            view = self.world.arena.view(place.offset, len(CONTENT[key]))
+            self.writing.append(Writing(peer, key, view, self.clock.now + RESERVATION_LEASE_S))
+            self.saves["reserved"] += 1
+
+    # ---- what must hold after every step
+
+    def check(self) -> None:
+        """Raises AssertionError, or BrokenError for the pool's own books."""
+        world, now = self.world, self.clock.now
+        world.settle()
+        assert world.loop.defects == 0
+        self._tick(now)
+        self.absorb()
+        world.state.catalogue.check()
+        self._bytes_are_right()
+        for asked in self.asked.values():
+            assert now < asked.bound, "a lookup without an answer"
+        for loading in self.loads.values():
+            self._is_in_time(loading)
+        self._counts_add_up()
+        self._nothing_waits_for_the_next_event()
+
+    def _tick(self, now: float) -> None:
+        self.writing = [writing for writing in self.writing if writing.until > now]
+        for loading in list(self.loads.values()):
+            if loading in self.ending:
+                self.over(loading)
+            elif now >= loading.deadline + LEASE_GRACE_S:
+                self.expired_loads += 1
+                self.over(loading)
+        self.ending.clear()
+
+    def _bytes_are_right(self) -> None:
+        """Whoever may write does; then every reader must see exactly what it was promised."""
+        writers = [writing.view for writing in self.writing]
+        if self.tier is not None:
+            writers += [fetch.item.into for fetch in self.tier.fetches]
+        marks: list[bytes] = []
+        for view in writers:
+            self.serial = self.serial % 250 + 1
+            marks.append(bytes([self.serial]) * view.nbytes)
+            view[:] = marks[-1]
+        for view, mark in zip(writers, marks, strict=True):
+            assert bytes(view) == mark, "one slot was given to two writers"
+        for key in KEYS:
+            seen = self.world.visible(key)
+            if seen is not None:
+                self._is_right(key, seen[0], seen[1], "the pool")
+        for store in self.tier.stores if self.tier is not None else ():
+            self._is_right(store.item.ref.key, store.item.data, store.item.checksums, "a store")
+        for loading in self.loads.values():
+            live = self.world.app.loads._loads[loading.load_id]
+            for (chunk, part), place in loading.places.items():
+                if chunk < loading.first_chunk + live.load.end:
+                    view = self.world.arena.view(place.offset, len(CONTENT[loading.key(chunk, part)]))
+                    self._is_right(loading.key(chunk, part), view, split_checksums(place.checksums), "a load")
+
+    def _is_right(self, key: PartKey, view: memoryview, checksums: tuple[bytes, ...], where: str) -> None:
+        assert checksums == CHECKSUMS[key], f"{where} promises other bytes"
+        right = bytes(view) == CONTENT[key]
+        assert right or (key in self.damaged and part_checksums(view) != checksums), (
+            f"{where} has wrong bytes"
+        )
+
+    def _is_in_time(self, loading: Loading) -> None:
+        """Past its deadline, everyone who listens has everything, or knows that it will not come."""
+        if self.clock.now < loading.deadline:
+            return
+        every = range(loading.first_chunk, loading.first_chunk + len(loading.chunks))
+        for (_, part), end in loading.joined.items():
+            assert all((chunk, part) in loading.given for chunk in every if chunk < end), "a load without end"
+
+    def is_counted(self, reason: Reason) -> None:
+        """A failure that someone was told of has a counter with its name."""
+        counters = self.world.state.counters
+        if reason is Reason.CORRUPT:
+            assert counters.corrupt_parts or counters.failed[reason.value]
+        else:
+            assert counters.failed[reason.value], f"nothing counts {reason.value}"
+
+    def _counts_add_up(self) -> None:
+        counters, app = self.world.state.counters, self.world.app
+        assert counters.missed_chunks == self.missed
+        assert +counters.hit_chunks == +self.hits
+        assert counters.loads_expired == self.expired_loads
+        overdue = [w for w in self.writing if w.until == math.inf and w.expires <= self.clock.now]
+        assert app.saves.overdue == len(overdue)
+        assert len(app.loads) == len(self.loads)
+        assert app.loads.fetches == len(self.tier.fetches if self.tier is not None else ())
+        assert counters.reserved_parts == self.saves["reserved"]
+        assert counters.committed_parts == self.saves["committed"]
+        for cause in ("lease-ended", "engine-gone", "abandoned"):
+            assert counters.store_failed[cause] == self.saves[cause], cause
+        for peer in self.peers:
+            assert app.loads.count(peer) == sum(1 for load in self.loads.values() if load.peer is peer)
+            assert app.saves.count(peer) == sum(1 for writing in self.writing if writing.peer is peer)
+
+    def _nothing_waits_for_the_next_event(self) -> None:
+        """A load that could go on was not forgotten: looking at all of them again changes nothing."""
+        before = self.world.app.loads.fetches
+        self.world.app.loads.room_changed()
+        self.world.loop.turn(0.0)
+        assert self.world.app.loads.fetches == before
+        assert not any(isinstance(message, PartsReady | LoadEnded) for p in self.peers for message in p.inbox)
+
+    def rest(self) -> None:
+        """All clients leave and every transfer ends: nothing may be held any more."""
+        for peer in list(self.peers):
+            self.world.hang_up(peer)
+            self.gone(peer)
+        app = self.world.app
+        for _ in range(20):
+            self.check()
+            if self.tier is not None:
+                self.tier.end_all(None)
+            self.clock.now += QUARANTINE_S
+        self.check()
+        held = self.world.state.catalogue.statistics()
+        assert (held.pins, held.filling_parts, held.unlinked_parts) == (0, 0, 0)
+        assert (len(app.loads), app.loads.fetches, app.saves.overdue) == (0, 0, 0)
+        assert (app.saves.backlog.backlog_bytes, app.saves.backlog.backlog_parts) == (0, 0)
+        assert not app.engines()
+        assert all(timer.call is None for _, _, timer in self.world.loop._timers)
+        self.world.state.catalogue.drop()
+        self.world.state.catalogue.check()
+        assert self.world.state.catalogue.statistics().used_bytes == 0
+
+
+def space_of(which: int) -> Namespace:
+    """One of the namespaces, the first one more often."""
+    return SPACES[which % 3 % len(SPACES)]
