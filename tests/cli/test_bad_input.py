@@ -54,7 +54,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         (["flags", "vllm", "--chunk-tokens", "100", "--block-size", "16"], "100", "96 is"),
         (["flags", "vllm", "--chunk-tokens", "many"], "'many'", "whole number"),
         (["flags", "sglang"], "'sglang'", "choose from"),
-        (["flags"], "engine", "see kvferry flags --help"),
+        (["flags"], "target", "see kvferry flags --help"),
         (["drop", "memory", "--namespace", "xyz"], "'xyz'", "32 hexadecimal digits"),
         (["drop", "disk"], "'disk'", "choose from"),
         (["explain"], "request", "see kvferry explain --help"),

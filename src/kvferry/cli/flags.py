@@ -1,13 +1,15 @@
-"""``kvferry flags vllm``: the flag to paste into ``vllm serve``."""
+"""``kvferry flags``: the flag to paste into ``vllm serve``, and the ACL user to give to a node at Valkey."""
 
 import argparse
 import json
+import re
 import shlex
+import sys
 from collections.abc import Callable
 
 from kvferry.config import default_socket_path
 from kvferry.errors import MisconfiguredError
-from kvferry.values import parse_count, parse_domain, parse_path, parse_socket_path
+from kvferry.values import parse_count, parse_domain, parse_group_name, parse_path, parse_socket_path
 
 CONNECTOR = {
     "kv_connector": "KvferryConnector",
@@ -15,11 +17,16 @@ CONNECTOR = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
+VALKEY_USER = "kvferry"
+DEFAULT_DOMAIN = "default"
+_FOR_VLLM = ("socket", "chunk_tokens", "block_size", "deadline_cap_ms", "token_file", "group")
+_FOR_VALKEY = ("user",)
+_USER = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Everything optional: what is not given stays at its default and out of the flag."""
-    parser.add_argument("engine", choices=["vllm"], help="the engine to configure")
+    parser.add_argument("target", choices=["vllm", "valkey"], help="the engine or the server to configure")
     parser.add_argument("--socket", metavar="PATH", help="the node's socket, when it is not the default one")
     parser.add_argument(
         "--chunk-tokens",
@@ -33,6 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--domain", metavar="NAME", help="trust domain; others cannot read its KV")
     parser.add_argument("--domain-key-file", metavar="PATH", help="file with the domain's 32-byte key")
     parser.add_argument("--token-file", metavar="PATH", help="file with the token that the node asks for")
+    parser.add_argument("--group", metavar="GROUP", help="name or number of the group that the node serves")
+    parser.add_argument("--user", metavar="NAME", help=f"valkey: the user's name (default {VALKEY_USER})")
     parser.add_argument("--json", action="store_true", help="the value alone, as JSON")
 
 
@@ -51,6 +60,7 @@ def transfer_config(args: argparse.Namespace) -> dict[str, object]:
         "domain": _checked("--domain", args.domain, parse_domain),
         "domain_key_file": _checked("--domain-key-file", args.domain_key_file, parse_path),
         "token_file": _checked("--token-file", args.token_file, parse_path),
+        "group": _checked("--group", args.group, parse_group_name),
     }
     extra.update({name: text for name, text in texts.items() if text is not None})
     return {**CONNECTOR, **({"kv_connector_extra_config": extra} if extra else {})}
@@ -83,8 +93,32 @@ def _chunk_tokens(text: str, block: int) -> int:
     return chunk
 
 
+def valkey_user(args: argparse.Namespace) -> str:
+    """The ``ACL SETUSER`` line for a domain's nodes. Its password is a placeholder."""
+    from kvferry.identity.domain import DomainKey, domain_tag
+    from kvferry.tiers.valkey.acl import setuser
+
+    user: str = args.user or VALKEY_USER
+    if not _USER.fullmatch(user):
+        raise MisconfiguredError(f"--user {user!r}: give 1 to 64 letters, digits or any of _ . @ -")
+    domain = _checked("--domain", args.domain, parse_domain) or DEFAULT_DOMAIN
+    key = DomainKey.load(domain, key_file=_checked("--domain-key-file", args.domain_key_file, parse_path))
+    if key.is_default:
+        print(f"note: {domain!r} is used without a key: its tag follows from its name", file=sys.stderr)
+    return setuser(user, domain_tag(domain, key.key_id))
+
+
 def main(args: argparse.Namespace) -> int:
-    """Print the flag on standard output, ready for a shell."""
+    """Print the flag or the line on standard output, ready to paste."""
+    for name in _FOR_VALKEY if args.target == "vllm" else _FOR_VLLM:
+        if getattr(args, name) is not None:
+            raise MisconfiguredError(
+                f"--{name.replace('_', '-')} is not for {args.target}; see kvferry flags --help"
+            )
+    if args.target == "valkey":
+        line = valkey_user(args)
+        print(json.dumps(line) if args.json else line)
+        return 0
     value = json.dumps(transfer_config(args), separators=(",", ":"))
     print(value if args.json else f"--kv-transfer-config {shlex.quote(value)}")
     return 0

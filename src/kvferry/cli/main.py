@@ -29,7 +29,7 @@ OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 # verb -> (module, one line of help)
 VERBS = {
     "node": ("kvferry.cli.node", "run this host's node: shared memory pool, Valkey behind it"),
-    "flags": ("kvferry.cli.flags", "print the flag that adds kvferry to an engine"),
+    "flags": ("kvferry.cli.flags", "print what adds kvferry to an engine, or its user to Valkey"),
     "status": ("kvferry.cli.status", "what the node of this host holds and does"),
     "explain": ("kvferry.cli.explain", "why a request hit or missed"),
     "drop": ("kvferry.cli.drop", "forget what a tier holds"),
