@@ -1,0 +1,131 @@
+"""A run's outcome as text and as JSON."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kvferry.bench.chaos.faults import KILLS, Fault
+from kvferry.bench.chaos.run import Outcome
+from kvferry.bench.chaos.tally import GRACE_S
+from kvferry.cli.table import count, duration, table
+
+SHOWN_LATE = 5
+
+
+def document(outcome: Outcome) -> dict[str, Any]:
+    """For ``--json``."""
+    tally = outcome.tally
+    return {
+        "seed": outcome.plan.seed,
+        "seconds": round(outcome.seconds, 1),
+        "kills": sum(fault.kind in KILLS for fault in outcome.faults),
+        "wrong_bytes": tally.wrong,
+        "leaks": outcome.leaks,
+        "died": outcome.died,
+        "defects": tally.defects,
+        "notes": tally.notes,
+        "operations": {kind: dict(outcomes) for kind, outcomes in tally.operations.items()},
+        "loaded_chunks": dict(tally.chunks),
+        "lateness": {kind: asdict(lateness) for kind, lateness in tally.lateness.items()},
+        "latest": [{**asdict(late), "beyond_s": late.beyond_s} for late in tally.latest],
+        "host_longest_gap_s": tally.host.longest_s(),
+        "census": {
+            name: {
+                when: asdict(one) if one else None for when, one in zip(("before", "after"), two, strict=True)
+            }
+            for name, two in outcome.census.items()
+        },
+        "faults": [asdict(fault) for fault in outcome.faults],
+    }
+
+
+def render(outcome: Outcome) -> str:
+    """For people."""
+    tally = outcome.tally
+    parts = [_operations(outcome), _faults(outcome.faults), _lateness(outcome)]
+    if outcome.tally.latest:
+        parts.append(_latest(outcome))
+    parts.append(_held(outcome))
+    bad = [*tally.notes, *outcome.died, *(f"leak: {leak}" for leak in outcome.leaks)]
+    if bad:
+        parts.append("\n".join(bad))
+    parts.append(
+        f"{tally.wrong} parts with wrong bytes, {len(outcome.leaks)} leaks, {len(outcome.died)} processes that "
+        f"ended by themselves, {tally.defects} defects in {outcome.seconds:.0f} s; seed {outcome.plan.seed}"
+    )
+    return "\n\n".join(parts)
+
+
+def _operations(outcome: Outcome) -> str:
+    rows = [
+        (kind, name, count(number))
+        for kind, outcomes in outcome.tally.operations.items()
+        for name, number in outcomes.most_common()
+    ]
+    loaded = ", ".join(f"{count(number)} from {tier}" for tier, number in outcome.tally.chunks.items())
+    return table(("operation", "outcome", "number"), rows) + f"\nparts loaded: {loaded or 'none'}"
+
+
+def _faults(faults: Sequence[Fault]) -> str:
+    rows = []
+    for kind in dict.fromkeys(fault.kind for fault in faults):
+        of = [fault for fault in faults if fault.kind is kind]
+        times = [fault.reuse_s for fault in of if fault.reuse_s is not None]
+        median = duration(statistics.median(times)) if times else "-"
+        never = len(of) - len(times)
+        rows.append(
+            (kind.value, count(len(of)), median, duration(max(times)) if times else "-", str(never or "-"))
+        )
+    return table(("fault", "number", "reuse after", "at most", "not seen"), rows)
+
+
+def _lateness(outcome: Outcome) -> str:
+    rows = [
+        (
+            kind,
+            count(of.answers),
+            duration(of.slowest_s),
+            duration(of.worst_late_s),
+            count(of.over),
+            duration(of.worst_beyond_s),
+            count(of.over_beyond),
+        )
+        for kind, of in outcome.tally.lateness.items()
+    ]
+    over = f"over {GRACE_S * 1000:.0f} ms"
+    head = ("answer", "number", "slowest", "past its bound", over, "less time lost", over)
+    return table(head, rows) + (
+        "\nTime lost: the engine's process, or this one, was ready to run and did not, or was stopped."
+    )
+
+
+def _latest(outcome: Outcome) -> str:
+    rows = [
+        (
+            late.kind,
+            late.outcome,
+            duration(late.bound_s),
+            duration(late.late_s),
+            duration(late.lost_s),
+            duration(late.host_s),
+            ", ".join(late.during) or "-",
+        )
+        for late in outcome.tally.latest[:SHOWN_LATE]
+    ]
+    return table(("latest", "outcome", "bound", "late", "lost", "lost here", "during"), rows)
+
+
+def _held(outcome: Outcome) -> str:
+    rows = []
+    for name, (before, after) in outcome.census.items():
+        if before and after:
+            rows.append(
+                (
+                    name,
+                    f"{before.descriptors} / {after.descriptors}",
+                    f"{before.threads} / {after.threads}",
+                    f"{before.anonymous_kb >> 10} / {after.anonymous_kb >> 10}",
+                )
+            )
+    return table(("at rest, before / after", "descriptors", "threads", "MB"), rows)
