@@ -3,12 +3,10 @@
 import contextlib
 import ssl
 import time
-from dataclasses import dataclass
 
 from kvferry.errors import CorruptError, MisconfiguredError
-from kvferry.identity.header import HEADER_BYTES, verify_header
-from kvferry.identity.names import PartKey
-from kvferry.identity.stripes import Stripe
+from kvferry.identity.header import HEADER_BYTES
+from kvferry.tiers.valkey.protection import Guard, Outgoing, Received, ValueName
 from kvferry.tiers.valkey.resp import (
     ErrorKind,
     ProtocolError,
@@ -31,21 +29,13 @@ from kvferry.tiers.valkey.stream import (
 from kvferry.tiers.valkey.url import Address
 
 
-@dataclass(frozen=True, slots=True)
-class ValueName:
-    """Everything a stored value must say about itself."""
-
-    key: PartKey
-    part_bytes: int
-    stripe: Stripe
-
-
 class Connection:
     """Used by one thread; ``abort`` may be called by any. After any exception, close it."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, stream: Stream, guard: Guard) -> None:
         self._stream = stream
         self._reader = Reader(stream)
+        self._guard = guard
 
     @classmethod
     def open(
@@ -65,7 +55,7 @@ class Connection:
             if now >= deadline:  # the request had little time left: that says nothing about the server
                 raise ExpiredError(str(error), still_s=now - began) from error
             raise
-        connection = cls(stream)
+        connection = cls(stream, settings.protection.guard())
         try:
             connection._greet(address, settings, Until(until))
         except ExpiredError as error:
@@ -106,9 +96,13 @@ class Connection:
         """Send one or more small commands."""
         self._stream.send([commands], patience)
 
-    def send_value(self, words: bytes, header: bytes, payload: memoryview, patience: Patience) -> None:
-        """Send a command that ends in a value: header and payload, the payload straight from its memory."""
-        self._stream.send([words + header, payload, b"\r\n"], patience)
+    def protected(self, name: ValueName, *, payload: memoryview, checksum: bytes) -> Outgoing:
+        """The value to store for a payload; good until the next call."""
+        return self._guard.sending(name, payload=payload, checksum=checksum)
+
+    def send_value(self, words: bytes, value: Outgoing, patience: Patience) -> None:
+        """Send a command that ends in a value, the payload straight from its memory."""
+        self._stream.send([words + value.header, value.payload, b"\r\n"], patience)
 
     def rest(self) -> None:
         """Call before the first request after idling."""
@@ -123,12 +117,14 @@ class Connection:
         """The next reply, of a command that returns little."""
         return self._reader.reply(patience)
 
-    def value(self, name: ValueName, into: memoryview, patience: Patience) -> bytes | ServerError | None:
-        """The next reply, of a GET: its payload into ``into``; the checksum its header promises.
+    def value(
+        self, name: ValueName, into: memoryview, patience: Patience, *, version: int = 0
+    ) -> Received | ServerError | None:
+        """The next reply, of a GET: its payload into ``into``, and whether it is what its header promises.
 
-        None if the key is absent. Length and header are verified before ``into`` is written; CorruptError
-        then leaves the payload unread. Whether the payload has that checksum is for the caller to see; that
-        the value ends where it should is seen with the next reply.
+        None if the key is absent. version: which of the protection's suffixes the key has. Length and header
+        are verified before ``into`` is written; CorruptError then leaves the payload unread. That the value
+        ends where it should is seen with the next reply.
         """
         stored_bytes = HEADER_BYTES + name.stripe.nbytes
         expected = b"$%d" % stored_bytes
@@ -136,10 +132,11 @@ class Connection:
         if line != expected:
             return self._no_value(line, stored_bytes)
         header = self._reader.small(HEADER_BYTES, patience)
-        checksum = verify_header(header, name.key, part_bytes=name.part_bytes, stripe=name.stripe)
-        self._reader.into(into, patience)
+        intake = self._guard.receiving(header, name, version=version, into=into)
+        for piece in intake.pieces():
+            self._reader.into(piece, patience)
         self._reader.owe_end_of_bulk()
-        return checksum
+        return intake.result()
 
     def _no_value(self, line: bytes, stored_bytes: int) -> ServerError | None:
         kind, rest = line[:1], line[1:]

@@ -2,6 +2,7 @@
 
     TOUCH ──absent──► SET          a store asks first
     GET ──corrupt──► UNLINK        a damaged value is removed before its part is reported
+    GET, TOUCH, UNLINK ──absent──► the same under an older key's name (docs/spec/valkey-keys.md)
 
 A part is reported once, when the last of its jobs has ended: until then some thread may still be using
 its memory.
@@ -14,16 +15,16 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvferry.errors import BrokenError
-from kvferry.identity.header import pack_header
 from kvferry.identity.names import PartKey, PartRef
 from kvferry.identity.stripes import Stripe, stripe_plan
 from kvferry.tiers.contract import Outcome
 from kvferry.tiers.valkey.acl import KEY_PREFIX
-from kvferry.tiers.valkey.connection import ValueName
+from kvferry.tiers.valkey.protection import ValueName
 from kvferry.tiers.valkey.slots import key_slot
 
 _log = logging.getLogger(__name__)
 
+PLAIN_SUFFIXES = (b"",)
 REMOVAL_S = 1.0
 """How long removing a damaged stripe may delay the report of its part."""
 
@@ -51,6 +52,7 @@ class Cause(enum.Enum):
     CORRUPT_HEADER = "corrupt_header"
     CORRUPT_CHECKSUM = "corrupt_checksum"
     CORRUPT_TYPE = "corrupt_type"
+    CORRUPT_SOURCE = "corrupt_source"  # host memory no longer held what had been committed
     OUT_OF_MEMORY = "out_of_memory"
     NOT_ALLOWED = "not_allowed"
     UNAVAILABLE = "unavailable"
@@ -83,9 +85,9 @@ _OUTCOMES = {
 }
 
 
-def stripe_key(key: PartKey, stripe: int) -> bytes:
+def stripe_key(key: PartKey, stripe: int, suffix: bytes = b"") -> bytes:
     """The name of a stripe's value in Valkey (docs/spec/valkey-keys.md). Without braces: no hash tag."""
-    return b"%b%d" % (_part_prefix(key), stripe)
+    return b"%b%d%b" % (_part_prefix(key), stripe, suffix)
 
 
 def _part_prefix(key: PartKey) -> bytes:
@@ -117,6 +119,7 @@ class Part:
         "prefix",
         "ref",
         "report",
+        "suffixes",
         "verdict",
         "written",
     )
@@ -129,12 +132,14 @@ class Part:
         *,
         jobs: int,
         report: Callable[["Part"], None],
+        suffixes: Sequence[bytes] = PLAIN_SUFFIXES,
     ) -> None:
-        """jobs: how many will end before the part is reported."""
+        """jobs: how many will end before the part is reported. suffixes: of the keys, see ``Protection``."""
         self.operation = operation
         self.index = index
         self.ref = ref
         self.prefix = _part_prefix(ref.key)
+        self.suffixes = suffixes
         self.report = report
         self.verdict = Verdict.OK
         self.cause = Cause.NONE
@@ -180,10 +185,11 @@ class Job:
         "_ended",
         "asking",
         "attempts",
+        "checksum",
         "deadline",
         "decided",
-        "header",
         "key",
+        "older",
         "part",
         "payload",
         "redirects",
@@ -191,25 +197,45 @@ class Job:
         "storing",
         "stripe",
         "verb",
+        "version",
     )
 
     def __init__(
-        self, part: Part, stripe: Stripe, verb: Verb, *, payload: memoryview | None, header: bytes = b""
+        self, part: Part, stripe: Stripe, verb: Verb, *, payload: memoryview | None, checksum: bytes = b""
     ) -> None:
+        """checksum: of the payload to store."""
         self.part = part
         self.stripe = stripe
         self.verb = verb
         self.payload = payload
-        self.header = header
+        self.checksum = checksum
         self.storing = verb is Verb.TOUCH and payload is not None
-        self.key = b"%b%d" % (part.prefix, stripe.index)
-        self.slot = key_slot(self.key)
+        self.older = len(part.suffixes) - 1  # names not asked for yet
+        self._name(0)
         self.deadline = part.operation.deadline
         self.decided: tuple[Verdict, Cause] | None = None
         self.attempts = 0
         self.redirects = 0
         self.asking = False
         self._ended = False
+
+    def _name(self, version: int) -> None:
+        self.version = version
+        self.key = b"%b%d%b" % (self.part.prefix, self.stripe.index, self.part.suffixes[version])
+        self.slot = key_slot(self.key)
+
+    def look_older(self) -> bool:
+        """Nothing is stored under this name: go on with that of the next older key, if there is one."""
+        if not self.older:
+            return False
+        self.older -= 1
+        self._name(self.version + 1)
+        return True
+
+    def become_set(self) -> None:
+        """The stripe is absent under every name: write it under the current one."""
+        self.verb = Verb.SET
+        self._name(0)
 
     @property
     def cancelled(self) -> bool:
@@ -239,6 +265,7 @@ class Job:
     def remove_value(self, cause: Cause) -> None:
         """The value is damaged: turn into its removal, after which the job ends as CORRUPT."""
         self.verb = Verb.UNLINK
+        self.older = 0
         self.decided = (Verdict.CORRUPT, cause)
         self.deadline = time.monotonic() + REMOVAL_S
         self.attempts = 0
@@ -275,13 +302,7 @@ def store_jobs(part: Part, data: memoryview, checksums: Sequence[bytes]) -> list
             s,
             Verb.TOUCH,
             payload=data[s.offset : s.offset + s.nbytes],
-            header=pack_header(
-                part.ref.key,
-                part_bytes=part.ref.nbytes,
-                stripe=s,
-                stripe_count=len(plan),
-                checksum=checksums[s.index],
-            ),
+            checksum=checksums[s.index],
         )
         for s in plan
     ]
@@ -293,5 +314,8 @@ def small_jobs(part: Part, verb: Verb) -> list[Job]:
 
 
 def undo_jobs(part: Part, written: Sequence[Stripe]) -> list[Job]:
-    """An UNLINK for each stripe in ``written``: what others stored of the same part stays."""
+    """An UNLINK for each stripe in ``written``: what others stored of the same part stays.
+
+    part: with the suffix alone under which they were written.
+    """
     return [Job(part, s, Verb.UNLINK, payload=None) for s in written]

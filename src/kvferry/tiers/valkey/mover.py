@@ -11,11 +11,11 @@ from collections import deque
 
 from kvferry.errors import CorruptError, KvferryError, MisconfiguredError
 from kvferry.identity.header import HEADER_BYTES
-from kvferry.identity.stripes import checksum
 from kvferry.tiers.breaker import FAILURE, SILENCE
 from kvferry.tiers.valkey.connection import Connection, set_command
 from kvferry.tiers.valkey.jobs import Cause, Job, Verb, Verdict
 from kvferry.tiers.valkey.lanes import Home, Lane, LaneQueue
+from kvferry.tiers.valkey.protection import Received
 from kvferry.tiers.valkey.resp import ErrorKind, ProtocolError, Reply, ServerError, command
 from kvferry.tiers.valkey.stream import DroppedError, ExpiredError, StalledError, UnreachableError
 
@@ -115,7 +115,10 @@ class Mover(threading.Thread):
             connection.rest()
         if wanted[0].verb is Verb.SET:
             for job in wanted:
-                self._send_value(connection, job)
+                if not self._send_value(connection, job):
+                    self._inflight.remove(job)
+                    self.inflight_bytes -= job.payload_bytes
+                    job.end(Verdict.REFUSED, Cause.CORRUPT_SOURCE)
         else:
             connection.send_commands(b"".join([_encode(job) for job in wanted]), wanted[0])
 
@@ -134,11 +137,16 @@ class Mover(threading.Thread):
         return self._connection
 
     @staticmethod
-    def _send_value(connection: Connection, job: Job) -> None:
+    def _send_value(connection: Connection, job: Job) -> bool:
+        """False, and nothing is sent, if the pool no longer holds what was committed."""
         if job.payload is None:
             raise DroppedError("a SET without a payload")
+        value = connection.protected(job.name, payload=job.payload, checksum=job.checksum)
+        if not value.intact:
+            return False
         start = set_command(job.key, HEADER_BYTES + job.stripe.nbytes)
-        connection.send_value(_ASKING + start if job.asking else start, job.header, job.payload, job)
+        connection.send_value(_ASKING + start if job.asking else start, value, job)
+        return True
 
     def _receive(self, job: Job) -> None:
         connection = self._connection
@@ -147,7 +155,7 @@ class Mover(threading.Thread):
         if job.asking:
             connection.reply(job)
         if job.verb is Verb.GET and job.payload is not None:
-            found = connection.value(job.name, job.payload, job)
+            found = connection.value(job.name, job.payload, job, version=job.version)
             self._answered(job)
             self._conclude_get(job, found)
         else:
@@ -164,13 +172,16 @@ class Mover(threading.Thread):
         if self._shard.suspected:
             self._shard.succeeded()
 
-    def _conclude_get(self, job: Job, found: bytes | ServerError | None) -> None:
+    def _conclude_get(self, job: Job, found: Received | ServerError | None) -> None:
         if isinstance(found, ServerError):
             self._refused(job, found)
         elif found is None:
-            job.end(Verdict.MISS)
-        elif job.payload is not None and checksum(job.payload) == found:
-            job.end(Verdict.OK, checksum=found)
+            if job.look_older():
+                self._shard.routes.dispatch(job)
+            else:
+                job.end(Verdict.MISS)
+        elif found.intact:
+            job.end(Verdict.OK, checksum=found.checksum)
         else:
             job.remove_value(Cause.CORRUPT_CHECKSUM)
             self._shard.routes.dispatch(job)
@@ -178,8 +189,10 @@ class Mover(threading.Thread):
     def _conclude_small(self, job: Job, reply: Reply) -> None:
         if isinstance(reply, ServerError):
             self._refused(job, reply)
+        elif reply == 0 and job.look_older():
+            self._shard.routes.dispatch(job)
         elif job.verb is Verb.TOUCH and reply == 0 and job.storing:
-            job.verb = Verb.SET
+            job.become_set()
             self._shard.routes.dispatch(job)
         elif job.verb is Verb.TOUCH and reply == 0:
             job.end(Verdict.MISS)

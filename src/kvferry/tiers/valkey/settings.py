@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass, field
 
+from kvferry.tiers.valkey.protection import Checksums, Protection
 from kvferry.tiers.valkey.url import ValkeyUrl
 
 
@@ -22,6 +23,7 @@ class ValkeySettings:
     stall_s: longest time in which nothing moves on a connection that owes a reply.
     idle_s: without an answer for so long a server is asked for one, in the background.
     queued_stripes: stripes waiting per shard and kind of work; more are refused.
+    protection: of the stored values, by checksum or encryption.
     """
 
     url: ValkeyUrl
@@ -34,3 +36,4 @@ class ValkeySettings:
     idle_s: float = 5.0
     queued_stripes: int = 65536
     client_name: str = "kvferry"
+    protection: Protection = field(default_factory=Checksums)

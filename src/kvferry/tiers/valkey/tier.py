@@ -44,6 +44,7 @@ class ValkeyTier:
 
     def __init__(self, settings: ValkeySettings, *, tls: ssl.SSLContext | None, report: ServerReport) -> None:
         self._settings = settings
+        self._suffixes = settings.protection.suffixes
         self._report = report
         self._router = Router(settings, tls=tls, topology=report.topology)
         self._lock = threading.Lock()
@@ -142,6 +143,7 @@ class ValkeyTier:
         state = "up" if not broken else "down" if len(broken) == len(shards) else "degraded"
         detail = dict(self._report.detail)
         detail["url"] = str(self._settings.url)
+        detail["protection"] = self._settings.protection.description
         detail["shards"] = " ".join(str(shard.address) for shard in shards)
         if broken:
             detail["breaker_open"] = "; ".join(_complaint(shard) for shard in broken)
@@ -175,12 +177,19 @@ class ValkeyTier:
     def _undo(self, part: Part) -> None:
         """Remove what a failed store wrote, and only that: another node may be storing the same part."""
         operation = Operation(time.monotonic() + REMOVE_S)
-        undone = Part(operation, part.index, part.ref, jobs=len(part.written), report=_ignore)
+        undone = Part(
+            operation,
+            part.index,
+            part.ref,
+            jobs=len(part.written),
+            report=_ignore,
+            suffixes=self._suffixes[:1],
+        )
         self._router.dispatch_all(undo_jobs(undone, part.written))
 
-    @staticmethod
-    def _part(operation: Operation, index: int, ref: PartRef, report: Callable[[Part], None]) -> Part:
-        return Part(operation, index, ref, jobs=len(stripe_plan(ref.nbytes)), report=report)
+    def _part(self, operation: Operation, index: int, ref: PartRef, report: Callable[[Part], None]) -> Part:
+        jobs = len(stripe_plan(ref.nbytes))
+        return Part(operation, index, ref, jobs=jobs, report=report, suffixes=self._suffixes)
 
     def _count(self, part: Part, counter: list[int] | None) -> None:
         outcome = part.outcome
