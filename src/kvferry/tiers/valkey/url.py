@@ -16,6 +16,7 @@ from typing import NamedTuple
 from kvferry.errors import MisconfiguredError
 
 DEFAULT_PORT = 6379
+MAX_URL_CHARACTERS = 1024
 MAX_SEEDS = 64
 MAX_SOCKET_PATH_BYTES = 107  # of Linux, without the closing zero
 _PLAIN = ("valkey", "redis")
@@ -70,6 +71,10 @@ def parse_url(text: str, *, password: str | None = None) -> ValkeyUrl:
 
     Raises MisconfiguredError, one line, without the password.
     """
+    if len(text) > MAX_URL_CHARACTERS:
+        raise MisconfiguredError(
+            f"Valkey URL: {len(text)} characters: give at most {MAX_URL_CHARACTERS}, a seed or two are enough"
+        )
     scheme, separator, rest = text.partition("://")
     scheme = scheme.lower()
     cluster = True if scheme.endswith(_CLUSTER_SUFFIX) else None
