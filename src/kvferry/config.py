@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvferry.errors import MisconfiguredError
+from kvferry.identity.sealing import KeyRing
 from kvferry.tiers.valkey.url import ValkeyUrl, parse_url
 from kvferry.values import parse_count, parse_domain, parse_group, parse_path, parse_socket_path
 
@@ -69,7 +70,8 @@ class NodeSettings:
     and str leave out. deadline_cap_ms: no load may take longer, whatever the estimate says.
     metrics_port: on loopback; 0 serves none. domain: the trust domain of the engines that are served;
     empty: that of the first one. token: what clients must show; None: nothing. group: number of the group
-    whose members may connect; None: the node's user alone.
+    whose members may connect; None: the node's user alone. encryption_keys: for what is stored in Valkey;
+    None: it is stored as it is.
     """
 
     pool_bytes: int = DEFAULT_POOL_BYTES
@@ -80,6 +82,7 @@ class NodeSettings:
     domain: str = ""
     token: Secret | None = None
     group: int | None = None
+    encryption_keys: KeyRing | None = None
 
 
 def default_socket_path(environ: Mapping[str, str] = os.environ) -> Path:
@@ -125,6 +128,10 @@ def _parse_url_text(text: object) -> str:
     if not isinstance(text, str) or _NO_LINE.search(text):
         raise MisconfiguredError("the URL (not shown) is not one line of text; write valkey://host:6379")
     return text
+
+
+def _parse_keys(text: object) -> KeyRing:
+    return KeyRing.load(parse_path(text))
 
 
 def _parse_secret(text: str) -> Secret:
@@ -186,6 +193,13 @@ NODE_SETTINGS = (
     Setting(
         "valkey_password_file", parse_path, "PATH", "file that holds Valkey's password", "valkey_password"
     ),
+    Setting(
+        "encryption_key_file",
+        _parse_keys,
+        "PATH",
+        "file with keys for what is stored in Valkey (default: not encrypted)",
+        "encryption_keys",
+    ),
     Setting("domain", parse_domain, "NAME", "trust domain to serve (default: the first engine's)", "domain"),
     Setting("token", _parse_secret, "TEXT", "the token itself", "token", environment_only=True),
     Setting("token_file", parse_path, "PATH", "file with a token that clients must show", "token"),
@@ -219,6 +233,8 @@ def load_node_settings(
         values["valkey"] = parse_valkey(values["valkey"], texts["valkey"][1], password)
     elif password is not None:
         raise MisconfiguredError("a Valkey password is set, but no Valkey URL; set one with --valkey")
+    elif "encryption_keys" in values:
+        raise MisconfiguredError("an encryption key is set, but no Valkey URL; set one with --valkey")
     settings = NodeSettings(**values)
     _check(settings)
     return settings

@@ -157,10 +157,13 @@ class Node:
 def _tier(settings: NodeSettings) -> Tier | None:
     if settings.valkey is None:
         return None
+    from kvferry.tiers.valkey.protection import Checksums, Sealed
     from kvferry.tiers.valkey.settings import ValkeySettings
     from kvferry.tiers.valkey.tier import ValkeyTier
 
-    return ValkeyTier.connect(ValkeySettings(url=settings.valkey))
+    keys = settings.encryption_keys
+    protection = Checksums() if keys is None else Sealed(keys)
+    return ValkeyTier.connect(ValkeySettings(url=settings.valkey, protection=protection))
 
 
 def run(settings: NodeSettings) -> int:
