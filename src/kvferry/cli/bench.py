@@ -8,7 +8,7 @@ from kvferry.cli.parser import Parser
 BENCHMARKS = {
     "tiers": ("kvferry.bench.tiers", "Valkey to pool and back, against bare sockets and the usual clients"),
     "engines": ("kvferry.bench.engines", "time to first token from each tier, against the engine's own hit"),
-    "chaos": ("kvferry.bench.chaos.command", "wrong bytes, leaks and late answers while everything is broken"),
+    "chaos": ("kvferry.bench.chaos.command", "wrong bytes, leaks and late answers while all of it is broken"),
 }
 
 

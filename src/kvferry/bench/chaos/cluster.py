@@ -160,7 +160,10 @@ class ValkeyCluster:
             match entry:
                 case [int(first), int(last), [_, int(primary), *_], *others] if primary in at:
                     replicas, ranges = found.setdefault(at[primary], (set(), []))
-                    replicas |= {at[o[1]] for o in others if isinstance(o, list) and o[1] in at}
+                    for other in others:
+                        match other:
+                            case [_, int(port), *_] if port in at:
+                                replicas.add(at[port])
                     ranges.append((first, last))
                 case _:
                     raise RetryError(f"CLUSTER SLOTS answered {entry!r}")

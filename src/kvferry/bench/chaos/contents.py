@@ -17,7 +17,7 @@ from kvferry.identity.names import NAMESPACE_BYTES
 
 DOMAIN = "chaos"
 CHUNK_TOKENS = 16
-PART_BYTES = (160 << 10, 24 << 10)  # two stripes, and one: a part of each kind
+PART_BYTES = (512 << 10, 48 << 10)  # two stripes, and one: a part of each kind
 SYSTEM_TEXTS = 3
 SYSTEM_CHUNKS = 4
 TURN_CHUNKS = 2

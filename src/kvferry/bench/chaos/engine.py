@@ -4,251 +4,33 @@ It uses the clients and the copying threads of the vLLM connector as they are: l
 after the copy, then reserve, fill and commit. Each of its users is a request at a time.
 """
 
-import contextlib
 import os
 import random
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvferry.bench.chaos.contents import (
-    CHUNK_TOKENS,
-    MAX_CHUNKS,
-    PART_BYTES,
-    Contents,
-    Prompt,
-    Prompts,
-    namespace_of,
-)
-from kvferry.bench.chaos.heartbeat import Heartbeat
-from kvferry.bench.chaos.journal import JournalWriter, Kind, Operation
-from kvferry.bench.chaos.memory import Blocks
-from kvferry.client.messages import LoadTicket, LookupAnswer, LookupRequest, Prefill, Reason, ReservedSlot
-from kvferry.client.scheduler import GRACE_S, LOOKUP_WAIT_SHARE, MAX_LOOKUP_WAIT_S, SchedulerClient
+from kvferry.bench.chaos.contents import CHUNK_TOKENS, MAX_CHUNKS, PART_BYTES, Prompt
+from kvferry.bench.chaos.journal import Kind
+from kvferry.bench.chaos.rig import HANG_S, LOOKUP_WAIT_S, Engine, EngineSettings
+from kvferry.client.messages import LookupAnswer, LookupRequest, Prefill
+from kvferry.client.scheduler import GRACE_S, LOOKUP_WAIT_SHARE, MAX_LOOKUP_WAIT_S
 from kvferry.client.stream import GRACE_S as LOAD_GRACE_S
 from kvferry.client.stream import LoadStream
-from kvferry.client.worker import WorkerClient
 from kvferry.costs import PrefillModel
 from kvferry.engines.planning import BlockSpan
-from kvferry.engines.vllm.messages import LoadResult, LoadSpec, SaveChunk, SaveResult, SaveSpec, WorkerPart
-from kvferry.engines.vllm.transfers import RESERVE_TIMEOUT_S, Loader, LoadJob, Saver
+from kvferry.engines.vllm.messages import LoadSpec, SaveChunk, SaveSpec, WorkerPart
+from kvferry.engines.vllm.transfers import LoadJob
 
-LOOKUP_WAIT_S = 0.05
 POLL_S = 0.001
-HANG_S = 60.0  # no answer is bounded so loosely: who waits for longer is stuck
 CANCEL_SHARE = 0.03
 ABORT_SHARE = 0.03
 # A chunk takes 40 ms: a prompt of 24 is worth a second, and a load of it has a deadline of 1.4 s.
 PREFILL = PrefillModel(0.01, 0.04 / CHUNK_TOKENS, 0.0)
-
-
-class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the driver says on the command line. start: the run's, monotonic seconds. plant: a defect."""
-
-    name: str
-    socket: str
-    journal: str
-    seed: int
-    start: float
-    users: int = 2
-    pause_s: float = 0.05
-    conversations: int = 24
-    lasts_s: float = 60.0
-    heartbeat_s: float = 0.01
-    plant: str = ""
-
-
-class Results:
-    """Waits for what the copying threads report, by request or save."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._loads: dict[tuple[str, int], tuple[LoadResult, list[int], float]] = {}
-        self._saves: dict[tuple[int, int], SaveResult] = {}
-
-    def loaded(self, rank: int) -> Callable[[LoadResult, list[int]], None]:
-        """``on_done`` of a rank's loader."""
-
-        def done(result: LoadResult, failed: list[int]) -> None:
-            with self._changed:
-                self._loads[result.request_id, rank] = (result, failed, time.monotonic())
-                self._changed.notify_all()
-
-        return done
-
-    def saved(self, rank: int) -> Callable[[SaveResult], None]:
-        """``on_done`` of a rank's saver."""
-
-        def done(result: SaveResult) -> None:
-            with self._changed:
-                self._saves[result.save_id, rank] = result
-                self._changed.notify_all()
-
-        return done
-
-    def load(self, request_id: str, rank: int) -> tuple[LoadResult, list[int], float] | None:
-        """The result, the blocks that failed and when it came; None when it never did."""
-        with self._changed:
-            self._changed.wait_for(lambda: (request_id, rank) in self._loads, HANG_S)
-            return self._loads.pop((request_id, rank), None)
-
-    def save(self, save_id: int, rank: int) -> SaveResult | None:
-        """None when it never came."""
-        with self._changed:
-            self._changed.wait_for(lambda: (save_id, rank) in self._saves, HANG_S)
-            return self._saves.pop((save_id, rank), None)
-
-
-class TimedStore:
-    """``transfers.Store``: a worker's client, with a record of what was promised and kept."""
-
-    def __init__(self, engine: "Engine", worker: WorkerClient) -> None:
-        self._engine = engine
-        self.worker = worker
-
-    def load(self, ticket: LoadTicket) -> LoadStream:
-        """As the client does."""
-        return self.worker.load(ticket)
-
-    def reserve(
-        self, prefix: Sequence[bytes], wanted: Sequence[bytes], *, part: int, timeout_s: float
-    ) -> list[ReservedSlot]:
-        """Timed; a planted leak keeps what it gets."""
-        began = time.monotonic()
-        slots = self.worker.reserve(prefix, wanted, part=part, timeout_s=timeout_s)
-        outcomes = sorted({slot.outcome.value for slot in slots})
-        self._engine.note(
-            Kind.RESERVE, "+".join(outcomes), began, bound_s=RESERVE_TIMEOUT_S, chunks=len(wanted)
-        )
-        if self._engine.settings.plant == "leak-reservation":
-            return []
-        return slots
-
-    def commit(self, part: int, filled: Sequence[tuple[bytes, tuple[bytes, ...]]]) -> None:
-        """As the client does."""
-        self.worker.commit(part, filled)
-
-    def abandon(self, part: int, digests: Sequence[bytes]) -> None:
-        """As the client does."""
-        self.worker.abandon(part, digests)
-
-    def close(self) -> None:
-        """As the client does."""
-        self.worker.close()
-
-
-class Engine:
-    """One process: a scheduler's client, and a worker, a loader and a saver for each rank."""
-
-    def __init__(self, settings: EngineSettings) -> None:
-        self.settings = settings
-        self.contents = Contents(settings.seed)
-        namespace = namespace_of(settings.seed)
-        self.prompts = Prompts(
-            settings.seed,
-            namespace.namespace,
-            conversations=settings.conversations,
-            lasts_s=settings.lasts_s,
-        )
-        self._journal = JournalWriter(Path(settings.journal))
-        self.heartbeat = Heartbeat(settings.heartbeat_s)
-        self.results = Results()
-        self.paused = threading.Event()
-        self.stopping = threading.Event()
-        self._busy = 0
-        self._changed = threading.Condition()
-        path = Path(settings.socket)
-        self.scheduler = SchedulerClient(
-            socket_path=path, engine=settings.name, namespace=namespace, lookup_wait_s=LOOKUP_WAIT_S
-        )
-        self.blocks = [
-            Blocks(self.contents, part=rank, users=settings.users) for rank in range(len(PART_BYTES))
-        ]
-        self.stores = [
-            TimedStore(
-                self, WorkerClient(socket_path=path, engine=settings.name, rank=rank, namespace=namespace)
-            )
-            for rank in range(len(PART_BYTES))
-        ]
-        self.loaders = [
-            Loader(blocks, on_thread_start=_nothing, on_done=self.results.loaded(rank))
-            for rank, blocks in enumerate(self.blocks)
-        ]
-        self.savers = [
-            Saver(blocks, on_thread_start=_nothing, on_done=self.results.saved(rank))
-            for rank, blocks in enumerate(self.blocks)
-        ]
-
-    def note(
-        self,
-        kind: Kind,
-        outcome: str,
-        began: float,
-        *,
-        ended: float | None = None,
-        bound_s: float = 0.0,
-        tier: str = "",
-        chunks: int = 0,
-        note: str = "",
-    ) -> None:
-        """Tell the driver."""
-        ended = time.monotonic() if ended is None else ended
-        late = bound_s and ended - began > bound_s
-        self._journal.write(
-            Operation(
-                kind=kind,
-                outcome=outcome,
-                began=began,
-                took_s=ended - began,
-                bound_s=bound_s,
-                lost_s=self.heartbeat.lost_s(began, ended) if late else 0.0,
-                tier=tier,
-                chunks=chunks,
-                pid=os.getpid(),
-                note=note,
-            )
-        )
-
-    @contextlib.contextmanager
-    def working(self) -> Iterator[None]:
-        """Around one request of a user; waits while the engine is paused."""
-        while self.paused.is_set() and not self.stopping.is_set():
-            time.sleep(POLL_S * 10)
-        with self._changed:
-            self._busy += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._busy -= 1
-                self._changed.notify_all()
-
-    def pause(self) -> None:
-        """Finish what is under way, and say so."""
-        self.paused.set()
-        with self._changed:
-            idle = self._changed.wait_for(lambda: not self._busy, HANG_S)
-        if idle:
-            self.note(Kind.IDLE, "paused", time.monotonic())
-        else:
-            self.note(Kind.DEFECT, "stuck", time.monotonic(), note=f"{self._busy} users never finished")
-
-    def close(self) -> None:
-        """Everything but the journal's last words."""
-        for loader in self.loaders:
-            loader.close()
-        for saver in self.savers:
-            saver.close()
-        for store in self.stores:
-            store.close()
-        self.scheduler.close()
-        self.heartbeat.close()
-        self._journal.close()
 
 
 class User:
@@ -379,7 +161,7 @@ class User:
             reach = min(reach, result.chunks)
             engine.note(
                 Kind.LOAD,
-                result.reason if result.reason != Reason.COMPLETE else "complete",
+                result.reason,
                 began,
                 ended=ended,
                 bound_s=bound_s,
@@ -417,10 +199,6 @@ class User:
             if wrong:
                 note = f"chunk {at} ({prompt.digests[at].hex()}) {when}: {wrong}"
                 self._engine.note(Kind.WRONG, when, time.monotonic(), note=note)
-
-
-def _nothing() -> None:
-    """Copying threads need no preparation here."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -43,6 +43,8 @@ class FaultKind(enum.StrEnum):
     FAILOVER = "failover"
     MIGRATE = "migrate"
     FLUSH = "flush"
+    DISCONNECT = "disconnect"
+    PAUSE = "pause"
     FULL = "full"
     EVICT = "evict"
     FLIP = "flip"
@@ -236,6 +238,23 @@ def _flush(world: World, fault: Fault) -> Procedure:
     yield SHORT_LINGER_S
 
 
+def _disconnect(world: World, fault: Fault) -> Procedure:
+    """Every client of one server, wherever its replies are."""
+    reply = must(world.primary(fault).ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"))
+    fault.note = f"{reply!r} connections"
+    fault.lifted = monotonic()
+    yield SHORT_LINGER_S
+
+
+def _pause(world: World, fault: Fault) -> Procedure:
+    """The server answers nobody for a while, and then everything that was asked."""
+    pause_ms = world.rng.choice((100, 400, 1500))
+    must(world.primary(fault).ask("CLIENT", "PAUSE", str(pause_ms), "ALL"))
+    yield pause_ms / 1000
+    fault.lifted = monotonic()
+    yield SHORT_LINGER_S
+
+
 def _full(world: World, fault: Fault) -> Procedure:
     member = world.primary(fault)
     _limit(member, "1mb", "noeviction")
@@ -287,12 +306,7 @@ def _migrate(world: World, fault: Fault) -> Procedure:
             must(target.ask("CLUSTER", "SETSLOT", number, "IMPORTING", source.node_id()))
             must(source.ask("CLUSTER", "SETSLOT", number, "MIGRATING", target.node_id()))
             yield world.rng.uniform(0.0, 0.2)
-            while isinstance(
-                keys := must(source.ask("CLUSTER", "GETKEYSINSLOT", number, str(MOVED_KEYS))), list
-            ):
-                names = [key for key in keys if isinstance(key, bytes)]
-                if not names:
-                    break
+            while names := _keys_in(source, number):
                 for name in names:
                     must(source.ask("MIGRATE", "127.0.0.1", str(target.port), name, "0", "5000", "REPLACE"))
                     moved += 1
@@ -304,6 +318,11 @@ def _migrate(world: World, fault: Fault) -> Procedure:
         fault.note = f"{len(slots)} slots, {moved} keys"
         fault.lifted = monotonic()
     yield from _until(world.cluster.whole, WHOLE_S)
+
+
+def _keys_in(server: Member, slot: str) -> list[bytes]:
+    keys = must(server.ask("CLUSTER", "GETKEYSINSLOT", slot, str(MOVED_KEYS)))
+    return [key for key in keys if isinstance(key, bytes)] if isinstance(keys, list) else []
 
 
 def _until(ready: Callable[[], bool], timeout_s: float) -> Procedure:
@@ -326,6 +345,8 @@ _PROCEDURES: dict[FaultKind, Callable[[World, Fault], Procedure]] = {
     FaultKind.FAILOVER: _failover,
     FaultKind.MIGRATE: _migrate,
     FaultKind.FLUSH: _flush,
+    FaultKind.DISCONNECT: _disconnect,
+    FaultKind.PAUSE: _pause,
     FaultKind.FULL: _full,
     FaultKind.EVICT: _evict,
     FaultKind.FLIP: _damage(damage.flip_bits),

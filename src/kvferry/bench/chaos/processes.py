@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 
 import kvferry
-from kvferry.bench.chaos.engine import EngineSettings
 from kvferry.bench.chaos.journal import JournalReader
+from kvferry.bench.chaos.rig import EngineSettings
 from kvferry.client.admin import AdminClient
 from kvferry.config import ENVIRONMENT_PREFIX
 from kvferry.demo.processes import Child, Children

@@ -23,6 +23,7 @@ def document(outcome: Outcome) -> dict[str, Any]:
         "wrong_bytes": tally.wrong,
         "leaks": outcome.leaks,
         "died": outcome.died,
+        "logs": outcome.logs,
         "defects": tally.defects,
         "notes": tally.notes,
         "operations": {kind: dict(outcomes) for kind, outcomes in tally.operations.items()},
@@ -31,10 +32,8 @@ def document(outcome: Outcome) -> dict[str, Any]:
         "latest": [{**asdict(late), "beyond_s": late.beyond_s} for late in tally.latest],
         "host_longest_gap_s": tally.host.longest_s(),
         "census": {
-            name: {
-                when: asdict(one) if one else None for when, one in zip(("before", "after"), two, strict=True)
-            }
-            for name, two in outcome.census.items()
+            name: {"before": before and asdict(before), "after": after and asdict(after)}
+            for name, (before, after) in outcome.census.items()
         },
         "faults": [asdict(fault) for fault in outcome.faults],
     }
@@ -48,11 +47,13 @@ def render(outcome: Outcome) -> str:
         parts.append(_latest(outcome))
     parts.append(_held(outcome))
     bad = [*tally.notes, *outcome.died, *(f"leak: {leak}" for leak in outcome.leaks)]
+    bad += [f"{name} wrote last:\n{text}" for name, text in outcome.logs.items()]
     if bad:
         parts.append("\n".join(bad))
     parts.append(
-        f"{tally.wrong} parts with wrong bytes, {len(outcome.leaks)} leaks, {len(outcome.died)} processes that "
-        f"ended by themselves, {tally.defects} defects in {outcome.seconds:.0f} s; seed {outcome.plan.seed}"
+        f"{tally.wrong} parts with wrong bytes, {len(outcome.leaks)} leaks, {len(outcome.died)} processes "
+        f"that ended by themselves, {tally.defects} defects; "
+        f"{outcome.seconds:.0f} s, seed {outcome.plan.seed}"
     )
     return "\n\n".join(parts)
 
@@ -73,10 +74,8 @@ def _faults(faults: Sequence[Fault]) -> str:
         of = [fault for fault in faults if fault.kind is kind]
         times = [fault.reuse_s for fault in of if fault.reuse_s is not None]
         median = duration(statistics.median(times)) if times else "-"
-        never = len(of) - len(times)
-        rows.append(
-            (kind.value, count(len(of)), median, duration(max(times)) if times else "-", str(never or "-"))
-        )
+        most = duration(max(times)) if times else "-"
+        rows.append((kind.value, count(len(of)), median, most, str(len(of) - len(times) or "-")))
     return table(("fault", "number", "reuse after", "at most", "not seen"), rows)
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from kvferry.bench.chaos import leaks
 from kvferry.bench.chaos.cluster import ValkeyCluster, running_cluster
-from kvferry.bench.chaos.engine import EngineSettings
 from kvferry.bench.chaos.faults import KILLS, OTHERS, Fault, FaultKind, Procedure, World
 from kvferry.bench.chaos.heartbeat import Heartbeat
 from kvferry.bench.chaos.journal import Kind
 from kvferry.bench.chaos.processes import NODE_COMMAND, Census, EngineProcess, NodeProcess, Process
+from kvferry.bench.chaos.rig import EngineSettings
 from kvferry.bench.chaos.tally import Tally
 from kvferry.demo.processes import Children
 from kvferry.errors import KvferryError, RetryError
@@ -27,6 +27,7 @@ TICK_S = 0.02
 START_S = 60.0
 REUSE_S = 20.0
 PROGRESS_S = 5.0
+LOG_LINES = 60
 Progress = Callable[[str], None]
 
 
@@ -54,13 +55,14 @@ class Plan:
 
 @dataclass(slots=True)
 class Outcome:
-    """Everything a run found out. census: at rest, before the faults and after them."""
+    """What a run found out. logs: how those of leaking processes end. census: at rest, before and after."""
 
     plan: Plan
     tally: Tally
     faults: list[Fault] = field(default_factory=list[Fault])
     leaks: list[str] = field(default_factory=list[str])
     died: list[str] = field(default_factory=list[str])
+    logs: dict[str, str] = field(default_factory=dict[str, str])
     census: dict[str, tuple[Census | None, Census | None]] = field(
         default_factory=dict[str, tuple[Census | None, Census | None]]
     )
@@ -91,6 +93,11 @@ def run(plan: Plan, *, progress: Progress = lambda line: None) -> Outcome:
             outcome.leaks += leaks.beyond(process, baseline[process.name])
         for node in fleet.nodes:
             outcome.leaks += leaks.unaccounted(node)
+        outcome.logs = {
+            process.name: process.child.tail(LOG_LINES)
+            for process in fleet.processes
+            if process.child is not None and any(leak.startswith(process.name) for leak in outcome.leaks)
+        }
         outcome.seconds = time.monotonic() - fleet.started
     outcome.leaks += [f"/dev/shm/{name}" for name in leaks.shared_memory() - before if "kvferry" in name]
     return outcome
