@@ -15,9 +15,10 @@ from typing import Any
 from tests.identity.examples import CHAINS, HARD, KEY, NAMESPACE, PLAIN, chain, plain_json
 
 from kvferry.identity.domain import DomainKey, domain_tag
-from kvferry.identity.header import pack_header
+from kvferry.identity.header import pack_header, pack_sealed_header, sealed_name
 from kvferry.identity.names import PartKey
 from kvferry.identity.namespace import encode, fingerprint
+from kvferry.identity.sealing import SealingKey
 from kvferry.identity.stripes import checksum, stripe_plan
 from kvferry.identity.weights import model_fingerprint, revision_fingerprint
 
@@ -73,6 +74,34 @@ def _headers() -> list[dict[str, Any]]:
     return made
 
 
+def _sealed() -> list[dict[str, Any]]:
+    """Encrypted stripes. A real writer draws the nonce; everything else follows."""
+    made = []
+    for seed, part_bytes, index in ((1, 100, 0), (2, MIB, 1)):
+        key, nonce = bytes(range(seed, seed + 32)), bytes(range(seed, seed + 12))
+        name = PartKey(NAMESPACE, bytes(range(50, 82)), 7)
+        plan = stripe_plan(part_bytes)
+        payload = bytes(i * 37 % 251 for i in range(plan[index].nbytes))
+        named = sealed_name(name, part_bytes=part_bytes, stripe=plan[index], stripe_count=len(plan))
+        sealing = SealingKey(key).sealing(named, nonce)
+        encrypted = sealing.update(payload) + sealing.finalize()
+        key_id = SealingKey(key).key_id
+        header = pack_sealed_header(named, key_id=key_id, nonce=nonce, tag=sealing.tag)
+        made.append(
+            {
+                "encryption_key": key.hex(),
+                "nonce": nonce.hex(),
+                "key": plain_json(tuple(name)),
+                "part_bytes": part_bytes,
+                "stripe": index,
+                "payload": payload.hex(),
+                "header": header.hex(),
+                "encrypted": encrypted.hex(),
+            }
+        )
+    return made
+
+
 def _namespaces() -> list[dict[str, Any]]:
     return [
         {
@@ -119,6 +148,7 @@ def build() -> dict[str, Any]:
         "stripes": {str(size): [s.nbytes for s in stripe_plan(size)] for size in PART_SIZES},
         "checksum": {data.hex(): checksum(data).hex() for data in (b"", b"kvferry", bytes(range(256)))},
         "headers": _headers(),
+        "sealed": _sealed(),
         "key_ids": {
             "default": DomainKey.default("default").key_id.hex(),
             "équipe-β": DomainKey.default("équipe-β").key_id.hex(),
