@@ -20,9 +20,10 @@ from kvferry.cli.main import main as kvferry
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0
 _LOADED = (
-    *("encodings.ascii", "encodings.latin_1", "kvferry.client.admin", "kvferry.node.node"),
+    *("encodings.ascii", "encodings.latin_1", "encodings.idna", "kvferry.client.admin", "kvferry.node.node"),
     *(f"kvferry.cli.{verb}" for verb in ("drop", "explain", "node", "status")),
     "kvferry.observe.exposition",
+    "kvferry.tiers.valkey.tier",
 )
 
 

@@ -160,9 +160,10 @@ def test_out_of_memory_refuses_the_store_and_leaves_nothing_half_written() -> No
 
 
 def test_a_user_without_permission_is_refused_and_the_stream_goes_on(server: Server) -> None:
-    server.ask("ACL", "SETUSER", "reader", "on", ">pw", "~*", "+@read", "+client", "+ping", "+info")
+    server.ask("ACL", "SETUSER", "reader", "on", ">pw", "~*", "+@all")
     url = ValkeyUrl((server.address,), user="reader", password="pw")
     tier = ValkeyTier.connect(ValkeySettings(url))
+    server.ask("ACL", "SETUSER", "reader", "-@write")
     try:
         part = (some_ref(1000, 1), some_bytes(1000, 1))
         assert store_all(tier, [part, part]) == [Outcome.REFUSED] * 2
@@ -364,7 +365,9 @@ def test_a_server_is_asked_only_after_a_silence_and_once_in_that_time(server: Se
 
 
 def test_a_user_who_may_not_ping_has_a_living_server(server: Server) -> None:
-    server.ask("ACL", "SETUSER", "mute", "on", ">pw", "~*", "+@read", "+client", "+info", "-ping")
+    server.ask(
+        "ACL", "SETUSER", "mute", "on", ">pw", "~*", "+@read", "+set", "+unlink", "+client", "+info", "-ping"
+    )
     url = ValkeyUrl((server.address,), user="mute", password="pw")
     tier = ValkeyTier.connect(ValkeySettings(url, idle_s=0.05))
     try:

@@ -11,12 +11,16 @@ import pytest
 from tests.servers import Server, free_ports, running_server
 
 from kvferry.errors import MisconfiguredError
+from kvferry.identity.names import DOMAIN_TAG_BYTES, PartKey, PartRef
 from kvferry.testing.servers import redis_binary, running_tls_server
 from kvferry.testing.tier_contract import fetch_all, some_bytes, some_ref, store_all
 from kvferry.tiers.contract import Outcome
+from kvferry.tiers.valkey.acl import setuser
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.tier import ValkeyTier
 from kvferry.tiers.valkey.url import parse_url
+
+NAMESPACE = bytes(range(16))
 
 
 def refusal(text: str, *, timeout_s: float = 3.0) -> str:
@@ -28,10 +32,15 @@ def refusal(text: str, *, timeout_s: float = 3.0) -> str:
     return message
 
 
+def _ref(nbytes: int) -> PartRef:
+    key = some_ref(nbytes, nbytes).key
+    return PartRef(PartKey(NAMESPACE, key.chunk, key.part), nbytes)
+
+
 def round_trip(text: str) -> None:
     tier = ValkeyTier.connect(ValkeySettings(parse_url(text)))
     try:
-        parts = [(some_ref(size, size), some_bytes(size, size)) for size in (1000, 3 << 20)]
+        parts = [(_ref(size), some_bytes(size, size)) for size in (1000, 3 << 20)]
         assert store_all(tier, parts) == [Outcome.OK] * 2
         for (_, data), (result, memory) in zip(parts, fetch_all(tier, [r for r, _ in parts]), strict=True):
             assert result.outcome is Outcome.OK
@@ -98,6 +107,9 @@ def test_passwords_are_checked_and_never_shown() -> None:
 def test_the_documented_permissions_are_enough(server: Server) -> None:
     text = Path(__file__).parents[2].joinpath("docs/spec/valkey-keys.md").read_text()
     line = next(line for line in text.splitlines() if "ACL SETUSER" in line)
+    tag = NAMESPACE[:DOMAIN_TAG_BYTES]
+    line = line.strip().replace("TAG", tag.hex())
+    assert line == setuser("kvferry", tag)  # what kvferry flags valkey prints
     assert server.ask(*line.split()) == b"OK"
     try:
         round_trip(f"valkey://kvferry:PASSWORD@127.0.0.1:{server.port}")

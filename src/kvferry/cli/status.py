@@ -20,7 +20,7 @@ from kvferry.cli.table import (
 from kvferry.config import format_size
 
 # Details of a tier that get a line of their own under the table; the others share one, these first.
-_LINES = ("warning", "breaker_open", "shards")
+_LINES = ("warning", "breaker_open", "denied", "shards")
 _FIRST = ("server", "mode", "url")
 _ENGINE_COLUMNS = 30
 _DOMAIN_COLUMNS = 12

@@ -1,14 +1,13 @@
 """One greeted connection to one server: small commands, and values straight to and from pool memory."""
 
 import contextlib
-import ssl
 import time
 
-from kvferry.errors import CorruptError, MisconfiguredError
+from kvferry.errors import CorruptError
 from kvferry.identity.header import HEADER_BYTES
+from kvferry.tiers.valkey.login import check_replies, first_commands, why_lost
 from kvferry.tiers.valkey.protection import Guard, Outgoing, Received, ValueName
 from kvferry.tiers.valkey.resp import (
-    ErrorKind,
     ProtocolError,
     Reader,
     Reply,
@@ -19,6 +18,7 @@ from kvferry.tiers.valkey.resp import (
 )
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.stream import (
+    DroppedError,
     ExpiredError,
     Patience,
     Stream,
@@ -26,6 +26,7 @@ from kvferry.tiers.valkey.stream import (
     Until,
     dial,
 )
+from kvferry.tiers.valkey.tls import Tls
 from kvferry.tiers.valkey.url import Address
 
 
@@ -39,7 +40,7 @@ class Connection:
 
     @classmethod
     def open(
-        cls, address: Address, settings: ValkeySettings, *, tls: ssl.SSLContext | None, deadline: float
+        cls, address: Address, settings: ValkeySettings, *, tls: Tls | None, deadline: float
     ) -> "Connection":
         """Connect and authenticate before ``deadline``.
 
@@ -57,7 +58,7 @@ class Connection:
             raise
         connection = cls(stream, settings.protection.guard())
         try:
-            connection._greet(address, settings, Until(until))
+            connection._greet(address, settings, tls=tls, patience=Until(until))
         except ExpiredError as error:
             stream.close()
             if time.monotonic() < deadline:  # it is the greeting that took too long, not the request
@@ -68,24 +69,23 @@ class Connection:
             raise
         return connection
 
-    def _greet(self, address: Address, settings: ValkeySettings, patience: Patience) -> None:
-        url = settings.url
-        commands = [command(b"CLIENT", b"SETNAME", settings.client_name.encode()), command(b"PING")]
-        authenticates = url.password is not None or url.user is not None
-        if authenticates:
-            names = [url.user.encode()] if url.user else []
-            commands.insert(0, command(b"AUTH", *names, (url.password or "").encode()))
-        self._stream.send([b"".join(commands)], patience)
-        replies = [self._reader.reply(patience) for _ in commands]
-        if authenticates and isinstance(replies[0], ServerError):
-            raise MisconfiguredError(
-                f"{address}: the server refused the password: {replies[0].code}: check user and password"
-            )
-        last = replies[-1]
-        if isinstance(last, ServerError) and last.kind is ErrorKind.NOT_ALLOWED and last.code == "NOAUTH":
-            raise MisconfiguredError(
-                f"{address}: the server wants a password: give one by file or environment"
-            )
+    def _greet(
+        self, address: Address, settings: ValkeySettings, *, tls: Tls | None, patience: Patience
+    ) -> None:
+        commands = first_commands(settings)
+        replies: list[Reply] = []
+        try:
+            with contextlib.suppress(DroppedError):  # the server may have said why: reading tells
+                self._stream.send([b"".join(commands)], patience)
+            while len(replies) < len(commands):
+                replies.append(self._reader.reply(patience))
+        except DroppedError as error:
+            check_replies(address, settings.url, replies)
+            told = why_lost(address, error, tls=tls, unread=self._reader.unread)
+            if told is None:
+                raise
+            raise told from error
+        check_replies(address, settings.url, replies)
 
     def request(self, *words: bytes, patience: Patience) -> Reply:
         """Send one small command and wait for its reply."""

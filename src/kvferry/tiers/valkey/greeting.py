@@ -1,18 +1,23 @@
 """The start-up check: are these servers Valkey, may we use them, and what should their owner know?"""
 
-import ssl
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry.errors import KvferryError, MisconfiguredError
+from kvferry.tiers.valkey.acl import KEY_PREFIX
 from kvferry.tiers.valkey.connection import Connection
-from kvferry.tiers.valkey.resp import ProtocolError, ServerError
+from kvferry.tiers.valkey.login import whose
+from kvferry.tiers.valkey.resp import ProtocolError, Reply, ServerError
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.stream import Until
+from kvferry.tiers.valkey.tls import Tls
 from kvferry.tiers.valkey.topology import SlotRange, parse_slots
 from kvferry.tiers.valkey.url import Address
 
 _VERSIONS = ("valkey_version", "redis_version")
+_PROBE_KEY = f"{KEY_PREFIX}probe".encode()
+_COMMAND_DENIED = "permissions to run"  # the other NOPERM is about a key
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +28,7 @@ class ServerReport:
     detail: dict[str, str] = field(default_factory=dict)
 
 
-def inspect_servers(settings: ValkeySettings, *, tls: ssl.SSLContext | None, deadline: float) -> ServerReport:
+def inspect_servers(settings: ValkeySettings, *, tls: Tls | None, deadline: float) -> ServerReport:
     """Ask the first seed that answers. MisconfiguredError, one line, if none does or it will not do.
 
     Seeds share the time that is left, so that some that hang leave the others theirs.
@@ -40,37 +45,79 @@ def inspect_servers(settings: ValkeySettings, *, tls: ssl.SSLContext | None, dea
             raise
         except KvferryError as error:
             failures.append(str(error) if str(seed) in str(error) else f"{seed}: {error}")
-    raise MisconfiguredError(
-        f"Valkey unreachable at {settings.url}: {'; '.join(failures)}: is it running, is the scheme right?"
-    )
+    other = "is it running?" if tls is not None else "is it running, or does it speak TLS (valkeys://)?"
+    raise MisconfiguredError(f"Valkey unreachable at {settings.url}: {'; '.join(failures)}: {other}")
 
 
-def _inspect(
-    seed: Address, settings: ValkeySettings, *, tls: ssl.SSLContext | None, deadline: float
-) -> ServerReport:
+def _inspect(seed: Address, settings: ValkeySettings, *, tls: Tls | None, deadline: float) -> ServerReport:
     connection = Connection.open(seed, settings, tls=tls, deadline=deadline)
     patience = Until(deadline)
     try:
         info = connection.request(b"INFO", patience=patience)
-        facts = _facts(info) if isinstance(info, bytes) else {}
         if isinstance(info, ServerError) and info.code != "NOPERM":
             raise MisconfiguredError(f"{seed}: INFO failed: {info}: kvferry needs a Valkey server it may use")
+        facts = _facts(info) if isinstance(info, bytes) else {}
         if isinstance(info, bytes) and not any(name in facts for name in _VERSIONS):
             raise MisconfiguredError(f"{seed}: answers INFO, but is neither Valkey nor Redis")
         clustered = settings.url.cluster or facts.get("cluster_enabled") == "1"
         topology: tuple[SlotRange, ...] = ()
-        if clustered:
+        if clustered or not facts:
             reply = connection.request(b"CLUSTER", b"SLOTS", patience=patience)
-            if isinstance(reply, ServerError):
-                raise MisconfiguredError(f"{seed}: not a usable Cluster: {reply}")
-            topology = parse_slots(reply, asked=seed)
-            if not topology:
-                raise MisconfiguredError(
-                    f"{seed}: a Cluster without slots: create it first (valkey-cli --cluster create)"
-                )
+            topology = _topology(reply, seed, settings, expected=clustered)
+        denied = _denied(connection, patience, clustered=bool(topology))
+        if denied:
+            raise _forbidden(seed, settings, denied)
     finally:
         connection.close()
     return ServerReport(topology, _detail(facts, topology))
+
+
+def _topology(
+    reply: Reply, seed: Address, settings: ValkeySettings, *, expected: bool
+) -> tuple[SlotRange, ...]:
+    """The Cluster's map; empty for a single server, which answers with an error."""
+    if isinstance(reply, ServerError):
+        if reply.code == "NOPERM":
+            raise _forbidden(seed, settings, ["cluster|slots"])
+        if expected:
+            raise MisconfiguredError(f"{seed}: not a usable Cluster: {reply}")
+        return ()
+    topology = parse_slots(reply, asked=seed)
+    if not topology:
+        raise MisconfiguredError(
+            f"{seed}: a Cluster without slots: create it first (valkey-cli --cluster create)"
+        )
+    return topology
+
+
+def _denied(connection: Connection, patience: Until, *, clustered: bool) -> list[str]:
+    """The commands that this user may not run, by trying each on a key that is never there.
+
+    Servers look at permissions before anything else, so that a redirect or full memory is as good as a yes.
+    Whether the user may use the keys of a domain cannot be told here: which domain that is, the engines know.
+    """
+    probes = [
+        ("get", (b"GET", _PROBE_KEY)),
+        ("set", (b"SET", _PROBE_KEY, b"", b"XX")),
+        ("touch", (b"TOUCH", _PROBE_KEY)),
+        ("unlink", (b"UNLINK", _PROBE_KEY)),
+    ]
+    if clustered:
+        probes.append(("asking", (b"ASKING",)))
+    replies = [(name, connection.request(*words, patience=patience)) for name, words in probes]
+    return [
+        name
+        for name, reply in replies
+        if isinstance(reply, ServerError) and reply.code == "NOPERM" and _COMMAND_DENIED in str(reply)
+    ]
+
+
+def _forbidden(seed: Address, settings: ValkeySettings, commands: Sequence[str]) -> MisconfiguredError:
+    rules = " ".join(f"+{name}" for name in commands)
+    return MisconfiguredError(
+        f"{seed}: {whose(settings.url)} may not run {', '.join(commands)}: add {rules} there; "
+        "kvferry flags valkey prints the whole ACL SETUSER line"
+    )
 
 
 def _facts(info: bytes) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """Queues of jobs, one per kind of work, and what a mover needs of the shard it works for."""
 
 import enum
-import ssl
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from typing import Protocol
 from kvferry.tiers.valkey.jobs import Cause, Job, Verb, Verdict
 from kvferry.tiers.valkey.resp import ServerError
 from kvferry.tiers.valkey.settings import ValkeySettings
+from kvferry.tiers.valkey.tls import Tls
 from kvferry.tiers.valkey.url import Address
 
 
@@ -48,11 +48,14 @@ class Home(Protocol):
 
     address: Address
     settings: ValkeySettings
-    tls: ssl.SSLContext | None
+    tls: Tls | None
     routes: Routes
     generation: int
     last_error: str
     heard_at: float
+
+    def denied(self, message: str) -> None:
+        """The server will not have us, or not this command or key."""
 
     @property
     def suspected(self) -> bool:

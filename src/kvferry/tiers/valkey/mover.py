@@ -224,6 +224,7 @@ class Mover(threading.Thread):
         elif kind is ErrorKind.OUT_OF_MEMORY:
             job.end(Verdict.REFUSED, Cause.OUT_OF_MEMORY)
         elif kind is ErrorKind.NOT_ALLOWED:
+            self._shard.denied(str(error))
             job.end(Verdict.REFUSED, Cause.NOT_ALLOWED)
         else:
             job.end(
@@ -279,6 +280,7 @@ class Mover(threading.Thread):
     def _unwelcome(self, error: MisconfiguredError) -> None:
         """The server refuses this connection (password, certificate): waiting will not help these jobs."""
         self._disconnect()
+        self._shard.denied(str(error))
         self._shard.failed(SILENCE, str(error))
         for job in self._take_inflight():
             job.end(Verdict.REFUSED, Cause.NOT_ALLOWED)

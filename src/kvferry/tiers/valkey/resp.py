@@ -95,6 +95,11 @@ class Reader:
         """Bytes received but not consumed."""
         return self._end - self._start
 
+    @property
+    def unread(self) -> bytes:
+        """What was received but not consumed: to tell what kind of thing has answered."""
+        return bytes(self._view[self._start : self._end])
+
     def _fill(self, patience: Patience, most: int) -> None:
         """Receive at least one and at most ``most`` more bytes."""
         if self._start == self._end:

@@ -5,7 +5,6 @@ has been asked for again (``scout.py``).
 """
 
 import logging
-import ssl
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ from kvferry.tiers.valkey.scout import Scout
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.shard import Shard
 from kvferry.tiers.valkey.slots import SLOTS
+from kvferry.tiers.valkey.tls import Tls
 from kvferry.tiers.valkey.topology import SlotRange, parse_redirect
 from kvferry.tiers.valkey.url import Address
 
@@ -28,9 +28,7 @@ _log = logging.getLogger(__name__)
 class Router(threading.Thread):
     """Owns the shards. ``dispatch``, ``retry``, ``redirect`` may be called from any thread."""
 
-    def __init__(
-        self, settings: ValkeySettings, *, tls: ssl.SSLContext | None, topology: tuple[SlotRange, ...]
-    ) -> None:
+    def __init__(self, settings: ValkeySettings, *, tls: Tls | None, topology: tuple[SlotRange, ...]) -> None:
         """topology: empty for a single server (the first seed)."""
         super().__init__(name="kvferry-valkey-router", daemon=True)
         self._settings = settings

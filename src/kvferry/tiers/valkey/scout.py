@@ -6,7 +6,6 @@ a failed probe says that the old one is wrong.
 """
 
 import logging
-import ssl
 import threading
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from kvferry.tiers.valkey.resp import ServerError
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.shard import Shard
 from kvferry.tiers.valkey.stream import Until
+from kvferry.tiers.valkey.tls import Tls
 from kvferry.tiers.valkey.topology import SlotRange, ask_topology
 
 PROBE_S = 0.25
@@ -50,7 +50,7 @@ class Scout(threading.Thread):
     """``want_map``, ``attention`` and ``stop`` may be called from any thread."""
 
     def __init__(
-        self, settings: ValkeySettings, *, tls: ssl.SSLContext | None, clustered: bool, territory: Territory
+        self, settings: ValkeySettings, *, tls: Tls | None, clustered: bool, territory: Territory
     ) -> None:
         super().__init__(name="kvferry-valkey-scout", daemon=True)
         self._settings = settings

@@ -1,6 +1,6 @@
 """One server's work queues and the breaker that guards them."""
 
-import ssl
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -10,14 +10,19 @@ from kvferry.tiers.valkey.jobs import Cause, Job, Verdict
 from kvferry.tiers.valkey.lanes import LANES, Lane, LaneQueue, Routes
 from kvferry.tiers.valkey.mover import Mover
 from kvferry.tiers.valkey.settings import ValkeySettings
+from kvferry.tiers.valkey.tls import Tls
 from kvferry.tiers.valkey.url import Address
+
+DENIAL_SHOWN_S = 60.0
+MAX_DENIALS_LOGGED = 16
+_log = logging.getLogger(__name__)
 
 
 class Shard:
     """One server address: its queues, its breaker, and the threads that serve them."""
 
     def __init__(
-        self, address: Address, settings: ValkeySettings, *, tls: ssl.SSLContext | None, routes: Routes
+        self, address: Address, settings: ValkeySettings, *, tls: Tls | None, routes: Routes
     ) -> None:
         self.address = address
         self.settings = settings
@@ -25,6 +30,9 @@ class Shard:
         self.routes = routes
         self.generation = 0
         self.last_error = ""
+        self._denial = ""
+        self._denied_at = 0.0
+        self._denials_logged: set[str] = set()
         self.heard_at = self._checked_at = time.monotonic()
         self._lock = threading.Lock()
         self._breaker = Breaker()
@@ -109,6 +117,22 @@ class Shard:
         self.heard_at = time.monotonic()
         with self._lock:
             self._breaker.succeeded()
+
+    def denied(self, message: str) -> None:
+        """The server will not have us, or not this command or key: logged once, in the status for a while."""
+        self.last_error = message
+        with self._lock:
+            self._denial, self._denied_at = message, time.monotonic()
+            new = message not in self._denials_logged and len(self._denials_logged) < MAX_DENIALS_LOGGED
+            if new:
+                self._denials_logged.add(message)
+        if new:
+            _log.warning("Valkey at %s refuses: %s", self.address, message)
+
+    @property
+    def denial(self) -> str:
+        """What the server refused lately; empty if nothing."""
+        return self._denial if time.monotonic() < self._denied_at + DENIAL_SHOWN_S else ""
 
     @property
     def suspected(self) -> bool:

@@ -15,9 +15,10 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvferry.errors import ClosedError, KvferryError, MisconfiguredError, RetryError
+from kvferry.errors import ClosedError, KvferryError, RetryError
 from kvferry.tiers.valkey.resolve import resolve
-from kvferry.tiers.valkey.url import Address, TlsFiles
+from kvferry.tiers.valkey.tls import Tls
+from kvferry.tiers.valkey.url import Address
 
 TICK_S = 0.02
 _TICK = struct.pack("ll", 0, int(TICK_S * 1e6))
@@ -63,20 +64,6 @@ class Until:
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
-
-
-def tls_context(files: TlsFiles) -> ssl.SSLContext:
-    """A verifying client context. MisconfiguredError if a file cannot be used."""
-    try:
-        context = ssl.create_default_context(cafile=files.ca)
-        if files.cert is not None:
-            context.load_cert_chain(files.cert, files.key)
-    except (OSError, ssl.SSLError) as error:
-        names = ", ".join(name for name in (files.ca, files.cert, files.key) if name)
-        raise MisconfiguredError(
-            f"TLS files {names}: {error}: check the paths and the PEM contents"
-        ) from error
-    return context
 
 
 class Stream:
@@ -158,7 +145,7 @@ class Stream:
         self._socket.close()
 
 
-def dial(address: Address, *, tls: ssl.SSLContext | None, timeout_s: float, stall_s: float) -> Stream:
+def dial(address: Address, *, tls: Tls | None, timeout_s: float, stall_s: float) -> Stream:
     """Connect within ``timeout_s``, the name's resolution and the TLS handshake included.
 
     Raises DroppedError, or MisconfiguredError for a certificate refused.
@@ -170,7 +157,14 @@ def dial(address: Address, *, tls: ssl.SSLContext | None, timeout_s: float, stal
         raise UnreachableError(f"{address}: cannot connect: {reason(error)}") from error
     if tls is not None:
         sock.settimeout(_left(until))
-        return Stream(_wrap_tls(sock, tls, address), stall_s=stall_s)
+        try:
+            wrapped = tls.wrap(sock, address)
+        except OSError as error:
+            raise UnreachableError(
+                f"{address}: TLS handshake failed: {reason(error)}: is that a TLS port?"
+            ) from error
+        wrapped.settimeout(TICK_S)
+        return Stream(wrapped, stall_s=stall_s)
     sock.settimeout(None)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TICK)
@@ -209,21 +203,6 @@ def _connect_unix(address: Address, until: float) -> socket.socket:
 def _left(until: float) -> float:
     """Seconds left; a little when none are, since zero would mean not to wait at all."""
     return max(until - time.monotonic(), 0.001)
-
-
-def _wrap_tls(sock: socket.socket, tls: ssl.SSLContext, address: Address) -> ssl.SSLSocket:
-    try:
-        wrapped = tls.wrap_socket(sock, server_hostname=address.host)
-    except ssl.SSLCertVerificationError as error:
-        sock.close()
-        raise MisconfiguredError(
-            f"{address}: certificate refused: {error.verify_message}: give its authority as ?ca=FILE"
-        ) from error
-    except (OSError, ValueError) as error:
-        sock.close()
-        raise UnreachableError(f"{address}: TLS handshake failed: {reason(error)}") from error
-    wrapped.settimeout(TICK_S)
-    return wrapped
 
 
 def reason(error: OSError | ValueError | KvferryError) -> str:

@@ -1,6 +1,5 @@
 """The Valkey tier: parts striped over one server or the shards of a Cluster."""
 
-import ssl
 import threading
 import time
 from collections import Counter
@@ -31,7 +30,7 @@ from kvferry.tiers.valkey.jobs import (
 from kvferry.tiers.valkey.router import Router
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.shard import Shard
-from kvferry.tiers.valkey.stream import tls_context
+from kvferry.tiers.valkey.tls import Tls
 
 REMOVE_S = 5.0
 """How long a touch or removal in the background may take."""
@@ -42,7 +41,7 @@ class ValkeyTier:
 
     name = "valkey"
 
-    def __init__(self, settings: ValkeySettings, *, tls: ssl.SSLContext | None, report: ServerReport) -> None:
+    def __init__(self, settings: ValkeySettings, *, tls: Tls | None, report: ServerReport) -> None:
         self._settings = settings
         self._suffixes = settings.protection.suffixes
         self._report = report
@@ -60,7 +59,7 @@ class ValkeyTier:
 
         Raises MisconfiguredError, one line, if the URL, the password or the server is wrong.
         """
-        tls = tls_context(settings.url.tls) if settings.url.tls is not None else None
+        tls = Tls(settings.url.tls) if settings.url.tls is not None else None
         report = inspect_servers(settings, tls=tls, deadline=time.monotonic() + timeout_s)
         tier = cls(settings, tls=tls, report=report)
         tier._router.start()
@@ -147,6 +146,9 @@ class ValkeyTier:
         detail["shards"] = " ".join(str(shard.address) for shard in shards)
         if broken:
             detail["breaker_open"] = "; ".join(_complaint(shard) for shard in broken)
+        denials = [_addressed(shard, shard.denial) for shard in shards if shard.denial]
+        if denials:
+            detail["denied"] = "; ".join(denials)
         with self._lock:
             return TierStatistics(
                 name=self.name,
@@ -205,8 +207,12 @@ class ValkeyTier:
 
 
 def _complaint(shard: Shard) -> str:
+    return _addressed(shard, shard.last_error)
+
+
+def _addressed(shard: Shard, error: str) -> str:
     """Most errors of connections name the address."""
-    address, error = str(shard.address), shard.last_error
+    address = str(shard.address)
     return error if error.startswith(address) else f"{address}: {error}"
 
 

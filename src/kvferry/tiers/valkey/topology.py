@@ -1,6 +1,5 @@
 """A Cluster's map of slots, as its servers tell it: CLUSTER SLOTS, and MOVED and ASK replies."""
 
-import ssl
 from typing import NamedTuple
 
 from kvferry.errors import MisconfiguredError
@@ -9,6 +8,7 @@ from kvferry.tiers.valkey.resp import ProtocolError, Reply, ServerError
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.slots import SLOTS
 from kvferry.tiers.valkey.stream import Until
+from kvferry.tiers.valkey.tls import Tls
 from kvferry.tiers.valkey.url import Address
 
 
@@ -33,7 +33,7 @@ def parse_slots(reply: Reply, *, asked: Address) -> tuple[SlotRange, ...]:
 def _parse_range(entry: Reply, asked: Address) -> SlotRange:
     match entry:
         case [int(first), int(last), [(bytes() | None) as host, int(port), *_], *_] if (
-            0 <= first <= last < SLOTS
+            0 <= first <= last < SLOTS and 0 < port <= 65535
         ):
             name = host.decode("utf-8", "replace") if host else ""
             return SlotRange(first, last, Address(name if name not in ("", "?") else asked.host, port))
@@ -50,7 +50,7 @@ def parse_redirect(error: ServerError, *, asked: Address) -> Address | None:
 
 
 def ask_topology(
-    address: Address, settings: ValkeySettings, *, tls: ssl.SSLContext | None, deadline: float
+    address: Address, settings: ValkeySettings, *, tls: Tls | None, deadline: float
 ) -> tuple[SlotRange, ...]:
     """The Cluster's map, asked of one server. Raises what ``Connection.open`` does, or MisconfiguredError."""
     connection = Connection.open(address, settings, tls=tls, deadline=deadline)
