@@ -1,7 +1,13 @@
 """A connection to a node that is kept up by a background thread and never blocks its callers.
 
 Any thread may send, and any thread may read what has arrived (``pump``), so that an answer costs no
-hop between threads. The socket is made and closed by the background thread alone; others shut it down.
+hop between threads. The background thread alone shakes hands and closes; others shut down, or knock.
+
+The thread tries again at growing intervals. A call does not wait for the next of them: it *knocks*. Where
+nobody listens that is known in microseconds; where somebody does, the socket goes to the thread, and the
+call is sent once the node has welcomed it. So a restarted node is noticed by the first call after it
+listens. A node that listens and stays silent costs the calls that wait then their bound, and opens the
+breaker, which spares later ones.
 """
 
 import contextlib
@@ -17,7 +23,7 @@ from typing import Protocol
 
 from kvferry.client.breaker import Breaker
 from kvferry.client.handshake import READ_BYTES, Handshake, Identity, open_socket
-from kvferry.errors import ClosedError, KvferryError, RefusedError
+from kvferry.errors import ClosedError, KvferryError, RefusedError, RetryError
 from kvferry.node.framing import FrameBuffer, decode_from_node, encode
 from kvferry.node.wire import (
     FromNode,
@@ -42,13 +48,13 @@ class Listener(Protocol):
     """What a connection tells its client; each call holds the connection's lock."""
 
     def connected_to(self, welcome: Welcome, descriptor: int | None) -> None:
-        """A node accepted us. The descriptor is closed after this call."""
+        """A node accepted us, and what is sent now reaches it. The descriptor is closed after this call."""
 
     def message(self, message: FromNode) -> None:
         """Something arrived."""
 
     def disconnected(self, reason: Reason) -> None:
-        """All that was under way on this connection is lost."""
+        """All that was under way, or waited for a connection, is lost. May come without a connection."""
 
 
 class NodeConnection:
@@ -73,6 +79,9 @@ class NodeConnection:
         self._pid = os.getpid()
         self._sock: socket.socket | None = None  # not None: connected and attached
         self._dying: socket.socket | None = None  # shut down, to be closed by the thread
+        self._knocked: socket.socket | None = None  # opened by a call, for the thread to shake hands on
+        self._greeting = False  # the thread is shaking hands
+        self._refused = False  # the last node did not want us
         self._frames = FrameBuffer()
         self._unsent = bytearray()
         self._closing = False
@@ -127,9 +136,32 @@ class NodeConnection:
             self.breaker.unanswered(self._clock())
             self._signal()
 
-    def kick(self) -> None:
-        """Someone wants the node: do not sit out a long wait before the next attempt."""
-        self._signal()
+    def knock(self) -> bool:
+        """Someone wants the node and there is no connection: whether one is being made now.
+
+        If so, ``connected_to`` or ``disconnected`` follows; the caller bounds its wait, and tells ``silent``.
+        """
+        if os.getpid() != self._pid:
+            return False
+        with self.lock:
+            if self._sock is not None or self._knocked is not None:
+                return True
+            coming = self._greeting
+            if not (coming or self._closing or self._refused or self.breaker.is_open):
+                with contextlib.suppress(KvferryError):
+                    self._knocked = open_socket(self._path, 0.0, group=self._identity.group)
+                    coming = True
+            self._signal()  # a long wait before the next attempt is cut short in any case
+            return coming and not self.breaker.is_open
+
+    def suspect(self) -> None:
+        """Something that the node should have sent did not come: ask whether it lives, wait for nothing."""
+        if os.getpid() != self._pid:
+            return
+        with self.lock:
+            if self._sock is not None:
+                self.breaker.suspect(self._clock())
+                self._signal()
 
     def close(self) -> None:
         """Disconnect and join the thread. Idempotent. In a fork's child it only lets go."""
@@ -143,6 +175,7 @@ class NodeConnection:
             self._signal()
         self._thread.join(JOIN_S)
         with self.lock:
+            self._forget_knock()
             os.close(self._wake)
             self._wake = -1
 
@@ -156,7 +189,7 @@ class NodeConnection:
         except BlockingIOError:
             return
         except OSError:
-            self._lose(Reason.NODE_DOWN)
+            self._gone()
             return
         del self._unsent[:sent]
 
@@ -169,7 +202,7 @@ class NodeConnection:
             except OSError:
                 data = b""
             if not data:
-                self._lose(Reason.NODE_DOWN)
+                self._gone()
                 return
             self.breaker.heard()
             try:
@@ -195,9 +228,18 @@ class NodeConnection:
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
         self._unsent.clear()
-        self.breaker.heard()
         self._listener.disconnected(reason)
         self._signal()
+
+    def _forget_knock(self) -> None:
+        sock, self._knocked = self._knocked, None
+        if sock is not None:
+            sock.close()
+
+    def _gone(self) -> None:
+        """The other end is closed: no silence, so the next call may knock."""
+        self.breaker.heard()
+        self._lose(Reason.NODE_DOWN)
 
     def _signal(self) -> None:
         if os.getpid() != self._pid:
@@ -229,6 +271,13 @@ class NodeConnection:
         """No connection, or a defect on one: calls go unserved until the next attempt."""
         with self.lock:
             self._lose(Reason.NODE_DOWN)
+            self._refused = isinstance(error, RefusedError)
+            if isinstance(error, RetryError):
+                self.breaker.unanswered(self._clock())
+            elif isinstance(error, ClosedError):
+                self.breaker.heard()
+            if self._knocked is None:  # else calls wait for that one
+                self._listener.disconnected(Reason.NODE_DOWN)
         if str(error) != self.last_error:
             self.last_error = str(error)
             known = isinstance(error, KvferryError)
@@ -237,20 +286,13 @@ class NodeConnection:
             )
 
     def _connect(self) -> None:
-        sock = open_socket(self._path, HANDSHAKE_S)
+        sock = self._opened()
         handshake = Handshake(sock, self._identity, timeout_s=HANDSHAKE_S)
         try:
             welcome = handshake.run()
             sock.settimeout(0.0)
             with self.lock:
-                if self._closing:
-                    raise ClosedError("the client was closed")
-                self._listener.connected_to(welcome, handshake.descriptor)
-                self._sock = sock
-                self._frames = FrameBuffer()
-                self._unsent.clear()
-                self.breaker.heard()
-                self.connects += 1
+                self._welcomed(sock, welcome, handshake.descriptor)
             if self.last_error:
                 log.warning("kvferry: connected to the node at %s", self._path)
             self.last_error = ""
@@ -258,7 +300,35 @@ class NodeConnection:
             sock.close()
             raise
         finally:
+            self._greeting = False
             handshake.close_descriptor()
+
+    def _opened(self) -> socket.socket:
+        """The socket that a call knocked with, or a new one."""
+        with self.lock:
+            sock, self._knocked = self._knocked, None
+            self._greeting = sock is not None
+        if sock is None:
+            sock = open_socket(self._path, HANDSHAKE_S, group=self._identity.group)
+            self._greeting = True
+        return sock
+
+    def _welcomed(self, sock: socket.socket, welcome: Welcome, descriptor: int | None) -> None:
+        """Under the lock."""
+        if self._closing:
+            raise ClosedError("the client was closed")
+        self._forget_knock()  # came while another socket was being opened
+        self._sock = sock
+        self._frames = FrameBuffer()
+        self._unsent.clear()
+        self._refused = False
+        self.breaker.heard()
+        self.connects += 1
+        try:
+            self._listener.connected_to(welcome, descriptor)
+        except BaseException:
+            self._sock = None
+            raise
 
     def _serve(self) -> None:
         """Until the connection is lost."""
@@ -273,6 +343,7 @@ class NodeConnection:
                 if self._sock is not sock:
                     return
                 now = self._clock()
+                self.breaker.look(now)
                 if self.breaker.given_up(now):
                     self._lose(Reason.NODE_DOWN)
                     return
@@ -297,12 +368,12 @@ class NodeConnection:
             sock.close()
 
     def _pause(self, seconds: float) -> None:
-        """Sit out a backoff; a kick shortens it to the first one."""
+        """Sit out a backoff; a call shortens it to the first one, or ends it where a node listens."""
         until = self._clock() + seconds
         earliest = self._clock() + FIRST_BACKOFF_S
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
-        while not self._closing and (now := self._clock()) < until:
+        while not self._closing and self._knocked is None and (now := self._clock()) < until:
             if poll.poll((until - now) * 1000):
                 self._drain()
                 until = min(until, max(earliest, self._clock()))

@@ -30,9 +30,12 @@ GRACE_S = 0.05  # on top of the node's own bound, for an answer to travel
 
 @dataclass(slots=True)
 class _Waiting:
+    """unsent: waits for the connection that is being made."""
+
     ticket: int
     first_chunk: int
     give_up: float
+    unsent: Lookup | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,10 @@ class SchedulerClient:
         namespace: NamespaceInfo,
         lookup_wait_s: float = 0.05,
         token: str = "",
+        group: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """lookup_wait_s: how long the node may ask Valkey before it answers; longer for a long recompute."""
-        group: int | None = None,
         self._namespace = namespace
         self._wait_s = lookup_wait_s
         self._clock = clock
@@ -103,12 +106,13 @@ class SchedulerClient:
             if not _acceptable(asked):
                 self._answer_none(request_id, request.first_chunk, Reason.REFUSED)
                 return
+            waiting = _Waiting(self._tickets, request.first_chunk, self._clock() + wait_s + GRACE_S)
             if not self._connection.send(asked):
-                self._connection.kick()
-                self._answer_none(request_id, request.first_chunk, Reason.NODE_DOWN)
-                return
-            give_up = self._clock() + wait_s + GRACE_S
-            self._waiting[request_id] = _Waiting(self._tickets, request.first_chunk, give_up)
+                if not self._connection.knock():
+                    self._answer_none(request_id, request.first_chunk, Reason.NODE_DOWN)
+                    return
+                waiting.unsent = asked
+            self._waiting[request_id] = waiting
 
     def poll(self, request_id: str) -> LookupAnswer | None:
         """None: not yet, ask again next step. The answer is handed out once. Unknown ids: count 0."""
@@ -145,6 +149,10 @@ class SchedulerClient:
         if load_id:
             self._connection.send(EndLoad(load_id=load_id))
 
+    def suspect(self) -> None:
+        """A load stalled: if it is the node that is silent, later lookups must not wait to find out."""
+        self._connection.suspect()
+
     def report(self, report: Report) -> None:
         """The engine's side of a request's story, for ``kvferry explain``. Best effort."""
         if not self._connection.breaker.is_open and _acceptable(report):
@@ -171,6 +179,10 @@ class SchedulerClient:
         """See ``connection.Listener``. The scheduler never touches the pool's memory."""
         del descriptor
         self._epoch = welcome.epoch
+        for waiting in list(self._waiting.values()):
+            if waiting.unsent is not None:
+                asked, waiting.unsent = waiting.unsent, None
+                self._connection.send(asked)
 
     def message(self, message: FromNode) -> None:
         """See ``connection.Listener``."""

@@ -114,6 +114,11 @@ class LoadStream:
                 self._owner.forget(self)
                 self._mapping = None
 
+    def attach(self, mapping: ArenaMapping | None) -> None:
+        """The node of the ticket is connected, after the stream began."""
+        self._mapping = mapping
+        self._changed.notify_all()
+
     def arrived(self, place: Place) -> None:
         """The node says that a part is ready."""
         if self._next <= place.chunk < self._last:
@@ -132,12 +137,13 @@ class LoadStream:
             return self._end
         if self._next >= self._last or not self._part_bytes:
             return LoadEnd(Reason.COMPLETE, self._last)
-        place = self._places.pop(self._next, None)
-        if place is not None and self._mapping is not None:
+        mapping = self._mapping
+        place = None if mapping is None else self._places.pop(self._next, None)
+        if place is not None and mapping is not None:
             index = self._next
             self._next += 1
             try:
-                view = self._mapping.view(place.offset, self._part_bytes)
+                view = mapping.view(place.offset, self._part_bytes)
                 return ReadyPart(index, view, split_checksums(place.checksums))
             except KvferryError:  # a place that cannot be, or the pool is unmapped already
                 self._next = index

@@ -44,11 +44,12 @@ MAX_RESERVE = 4096
 
 @dataclass(slots=True)
 class _Call:
-    """connects: the number of the connection that it was sent on."""
+    """connects: the number of the connection that it was sent on. unsent: waits for a connection."""
 
     part: int
     digests: list[bytes]
     connects: int
+    unsent: Reserve | None = None
     answer: Reserved | None = None
     lost: bool = False
     late: bool = False
@@ -82,8 +83,8 @@ class WorkerClient:
         rank: int,
         namespace: NamespaceInfo,
         token: str = "",
-        clock: Callable[[], float] = time.monotonic,
         group: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._namespace = namespace
         self._clock = clock
@@ -138,25 +139,25 @@ class WorkerClient:
         with self._changed:
             self._started_streams += 1
             known = 0 <= ticket.part < len(self._namespace.part_bytes)
+            if known and self._connection.is_up and ticket.epoch != self._epoch:
+                self._connection.pump_all()  # perhaps that the old node ended was not read yet
+            up = self._connection.is_up
             stream = LoadStream(
                 ticket,
                 owner=self,
-                mapping=self._mapping,
+                mapping=self._mapping if up else None,
                 part_bytes=self._namespace.part_bytes[ticket.part] if known else 0,
                 changed=self._changed,
                 clock=self._clock,
             )
             if not known:
                 self._stop(stream, Reason.REFUSED)
-            elif not self._connection.is_up:
-                self._connection.kick()
-                self._stop(stream, Reason.NODE_DOWN)
-            elif ticket.epoch != self._epoch:
-                self._stop(stream, Reason.EPOCH)
-            else:
+            elif up:
+                self._join(stream)
+            elif self._connection.knock():
                 self._streams[ticket.load_id, ticket.part] = stream
-                if stream.waits:
-                    self._connection.send(Join(load_id=ticket.load_id, epoch=ticket.epoch, part=ticket.part))
+            else:
+                self._stop(stream, Reason.NODE_DOWN)
             return stream
 
     def reserve(
@@ -233,17 +234,24 @@ class WorkerClient:
     # ---- connection.Listener
 
     def connected_to(self, welcome: Welcome, descriptor: int | None) -> None:
-        """See ``connection.Listener``."""
+        """See ``connection.Listener``. What waited for this connection goes out now."""
         self._changed.notify_all()
-        if descriptor is None:
-            return
-        if self._mapping is not None and welcome.epoch == self._epoch:
-            return  # the same node: its pool is mapped already
-        if self._mapping is not None:
-            self._mapping.close()
-            self._mapping = None
-        self._mapping = ArenaMapping.attach(descriptor, welcome.pool_bytes)
-        self._epoch = welcome.epoch
+        if descriptor is not None and (self._mapping is None or welcome.epoch != self._epoch):
+            if self._mapping is not None:
+                self._mapping.close()
+                self._mapping = None
+            self._mapping = ArenaMapping.attach(descriptor, welcome.pool_bytes)
+            self._epoch = welcome.epoch
+        waiting = list(self._streams.values())
+        self._streams.clear()
+        for stream in waiting:
+            stream.attach(self._mapping)
+            self._join(stream)
+        for call in list(self._calls.values()):
+            if call.unsent is not None:
+                request, call.unsent = call.unsent, None
+                call.connects = self._connection.connects
+                self._connection.send(request)
 
     def message(self, message: FromNode) -> None:
         """See ``connection.Listener``."""
@@ -273,6 +281,16 @@ class WorkerClient:
         self._calls.clear()
         self._changed.notify_all()
 
+    def _join(self, stream: LoadStream) -> None:
+        """Receive from the node that is connected, if it is the ticket's."""
+        ticket = stream.ticket
+        if ticket.epoch != self._epoch:
+            self._stop(stream, Reason.EPOCH)
+            return
+        self._streams[ticket.load_id, ticket.part] = stream
+        if stream.waits:
+            self._connection.send(Join(load_id=ticket.load_id, epoch=ticket.epoch, part=ticket.part))
+
     def _stop(self, stream: LoadStream, reason: Reason) -> None:
         self._ended[reason.value] = self._ended.get(reason.value, 0) + 1
         stream.ended(reason, 0)
@@ -291,8 +309,12 @@ class WorkerClient:
                 prefix=b"".join(prefix[: MAX_CHUNKS - len(digests)]),
                 chunks=b"".join(digests),
             )
-            if self._connection.breaker.is_open or not self._connection.send(request):
+            if self._connection.breaker.is_open:
                 return _all_full(digests, index)
+            if not self._connection.send(request):
+                if not self._connection.knock():
+                    return _all_full(digests, index)
+                call.unsent = request
             self._calls[ticket] = call
             while not call.settled:
                 left = give_up - self._clock()
