@@ -1,7 +1,7 @@
 """The pool's memory: one sealed memfd, mapped at 2 MiB alignment by the node and by every engine process.
 
 There is no name in /dev/shm, so nothing is left behind whoever dies, and the seals keep anyone who holds
-the descriptor from resizing it. ``view`` gives writable memory without copying. ``close`` drops the
+the descriptor from resizing it. Core dumps leave it out, of the node as of engines: it holds users' prompts. ``view`` gives writable memory without copying. ``close`` drops the
 mapping's own hold; the pages are unmapped when the last view given out is gone, so a view never dangles.
 """
 
@@ -26,6 +26,7 @@ class ArenaMapping:
         """Map ``nbytes`` bytes of ``fd``; used through ``attach`` and ``Arena.create``."""
         self.nbytes = nbytes
         self.address = pages.map_shared(fd, nbytes)
+        pages.advise(self.address, nbytes, pages.MADV_DONTDUMP)  # where the kernel has none, nothing is lost
         whole = (ctypes.c_char * nbytes).from_address(self.address)
         # Every view keeps `whole` alive, so its end is the moment when no view is left.
         self._unmap = weakref.finalize(whole, pages.unmap, self.address, nbytes)

@@ -12,6 +12,7 @@ from kvferry.errors import MisconfiguredError
 HUGE_BYTES = 2 << 20
 
 MADV_HUGEPAGE = 14
+MADV_DONTDUMP = 16
 MADV_POPULATE_WRITE = 23
 MADV_COLLAPSE = 25
 
