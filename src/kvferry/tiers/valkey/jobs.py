@@ -2,7 +2,7 @@
 
     TOUCH ──absent──► SET          a store asks first
     GET ──corrupt──► UNLINK        a damaged value is removed before its part is reported
-    GET, TOUCH, UNLINK ──absent──► the same under an older key's name (docs/spec/valkey-keys.md)
+    GET, TOUCH ──absent──► the same under an older key's name (docs/spec/valkey-keys.md); UNLINK in any case
 
 A part is reported once, when the last of its jobs has ended: until then some thread may still be using
 its memory.
@@ -225,7 +225,7 @@ class Job:
         self.slot = key_slot(self.key)
 
     def look_older(self) -> bool:
-        """Nothing is stored under this name: go on with that of the next older key, if there is one."""
+        """Done with this name: go on with that of the next older key, if there is one."""
         if not self.older:
             return False
         self.older -= 1
