@@ -5,6 +5,7 @@ COUNTERS: dict[str, str] = {
     "hits": "lookups that found at least one chunk",
     "misses": "lookups that found nothing, with every tier answering",
     "unanswered": "lookups that got no answer, or one that says a tier or the node is down",
+    "lookup_seconds": "seconds that requests waited for the node's answers",
     "cheaper": "lookups answered with: recomputing is quicker",
     "ineligible": "requests that cannot use a cached prefix",
     "loads": "loads begun",
@@ -17,6 +18,20 @@ COUNTERS: dict[str, str] = {
     "declined_chunks": "chunks the node had no room for",
 }
 
+FAILURES = "failures"
+FAILURES_TEXT = "lookups and loads that failed, wholly or in part, by `reason`"
+
+
+def failure(reason: str) -> str:
+    """Under which name a failure is counted, apart from those of COUNTERS. reason: one of a few words."""
+    return f"{FAILURES}:{reason}"
+
+
+def failure_reason(name: str) -> str | None:
+    """The reason in such a name; None for a name of COUNTERS."""
+    kind, _, reason = name.partition(":")
+    return reason if kind == FAILURES else None
+
 
 class Counts:
     """Counts since they were last taken. Used in one thread."""
@@ -25,7 +40,7 @@ class Counts:
         self._values: dict[str, float] = {}
 
     def add(self, name: str, amount: float = 1) -> None:
-        """Count something of COUNTERS."""
+        """Count something of COUNTERS, or a ``failure``."""
         self._values[name] = self._values.get(name, 0) + amount
 
     def take(self) -> dict[str, float]:

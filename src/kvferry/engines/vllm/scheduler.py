@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from kvferry.client.messages import LookupAnswer, LookupRequest, Reason, Report
 from kvferry.engines.planning import (
@@ -13,7 +13,8 @@ from kvferry.engines.planning import (
     plan_lookup,
     tokens_by_tier,
 )
-from kvferry.engines.vllm.counters import Counts
+from kvferry.engines.vllm.asker import Asker
+from kvferry.engines.vllm.counters import Counts, failure
 from kvferry.engines.vllm.messages import (
     Assignment,
     LoadResult,
@@ -35,17 +36,6 @@ MAX_QUEUED_COUNTED = 64
 # one go, so a burst would hold a step up; what is over is asked for with the next steps.
 MAX_NAMED_TOKENS_PER_STEP = 1 << 17
 _MISSES = (Reason.COMPLETE, Reason.ABSENT, Reason.EVICTED)
-
-
-class Asker(Protocol):
-    """What is used of ``SchedulerClient``."""
-
-    def lookup(self, request: LookupRequest) -> None: ...
-    def poll(self, request_id: str) -> LookupAnswer | None: ...
-    def cancel(self, request_id: str) -> None: ...
-    def end(self, load_id: int) -> None: ...
-    def report(self, report: Report) -> None: ...
-    def close(self) -> None: ...
 
 
 class SchedulerSide:
@@ -192,10 +182,11 @@ class SchedulerSide:
         if answer is None:
             if now - tracked.asked_at > LOOKUP_MAX_S:
                 self._client.cancel(tracked.request_id)
+                self._waited(tracked, now, Reason.TIMEOUT)
                 self.counts.add("unanswered")
                 tracked.settle(Reason.TIMEOUT)
             return
-        tracked.story.lookup_s += now - tracked.asked_at
+        self._waited(tracked, now, answer.reason)
         self._learn(tracked, answer)
         if answer.count:
             self.counts.add("hits")
@@ -208,6 +199,13 @@ class SchedulerSide:
             self.counts.add("misses" if answer.reason in _MISSES else "unanswered")
         self._end(answer)
         tracked.settle(answer.reason)
+
+    def _waited(self, tracked: Tracked, now: float, reason: Reason) -> None:
+        """The wait for an answer is over; ``reason`` says why it does not reach further."""
+        tracked.story.lookup_s += now - tracked.asked_at
+        self.counts.add("lookup_seconds", now - tracked.asked_at)
+        if reason not in (*_MISSES, Reason.CHEAPER):
+            self.counts.add(failure(reason))
 
     def _learn(self, tracked: Tracked, answer: LookupAnswer) -> None:
         """What the answer says about chunks that were thought to be stored."""
@@ -275,6 +273,10 @@ class SchedulerSide:
         if answer is not None and load is not None:
             self._account(tracked, answer, load.chunks, tracked.results)
         failed = next((r.reason for r in tracked.results if r.reason != Reason.COMPLETE), "")
+        if failed and not tracked.finished:
+            self.counts.add(failure(failed))
+        if failed in (Reason.STALLED, Reason.DEADLINE):  # behind which may be a node that hangs
+            self._client.suspect()
         tracked.settle(f"load failed: {failed}" if failed else tracked.story.reason)
         if tracked.finished:
             self._forget(tracked)

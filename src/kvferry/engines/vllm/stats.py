@@ -6,7 +6,7 @@ from typing import Any
 from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvferry.engines.vllm.counters import COUNTERS
+from kvferry.engines.vllm.counters import COUNTERS, FAILURES, FAILURES_TEXT, failure_reason
 
 
 @dataclass
@@ -27,7 +27,8 @@ class KvferryStats(KVConnectorStats):  # type: ignore[misc]
 
     def reduce(self) -> dict[str, int | float]:
         """For vLLM's log line: what is not zero."""
-        return {name: self.data[name] for name in COUNTERS if self.data.get(name)}
+        failures = sorted(name for name in self.data if failure_reason(name))
+        return {name: self.data[name] for name in (*COUNTERS, *failures) if self.data.get(name)}
 
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
@@ -35,7 +36,7 @@ class KvferryStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class KvferryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """``vllm:kvferry_<name>`` counters on the engine's own /metrics."""
+    """``vllm:kvferry_<name>`` counters on the engine's own /metrics; failures by reason."""
 
     def __init__(
         self,
@@ -52,6 +53,11 @@ class KvferryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
             for name, text in COUNTERS.items()
         }
+        self._failures = counter_class(
+            name=f"vllm:kvferry_{FAILURES}",
+            documentation=f"kvferry: {FAILURES_TEXT}.",
+            labelnames=[*labelnames, "reason"],
+        )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report."""
@@ -59,5 +65,8 @@ class KvferryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         if labels is None:
             return
         for name, amount in transfer_stats_data.items():
+            reason = failure_reason(name)
             if name in self._counters and amount > 0:
                 self._counters[name].labels(*labels).inc(amount)
+            elif reason and amount > 0:
+                self._failures.labels(*labels, reason).inc(amount)

@@ -1,0 +1,80 @@
+"""A failure is counted under its reason and never as a miss; a stalled load makes the node a suspect."""
+
+from collections.abc import Iterator
+
+import pytest
+from tests.engines.test_saving import BLOCK, Bench, EmptyNode
+
+from kvferry.client.messages import LookupAnswer, Reason
+from kvferry.engines.vllm.counters import failure, failure_reason
+from kvferry.engines.vllm.messages import LoadResult, WorkerReport
+from kvferry.testing.fake_engine import FakeRequest
+
+FAILURES = sorted(set(Reason) - {Reason.COMPLETE, Reason.ABSENT, Reason.EVICTED, Reason.CHEAPER})
+
+
+class TroubledNode(EmptyNode):
+    """Finds so many chunks, and says why not more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.reason = 0, Reason.ABSENT
+        self.suspected = 0
+
+    def poll(self, request_id: str) -> LookupAnswer | None:
+        n = self.count
+        parts = ((None,),) * n
+        return LookupAnswer(request_id, n, 1, n, 0, (0,) * n, parts, 9.0, 9.0, 1e9, self.reason)
+
+    def suspect(self) -> None:
+        self.suspected += 1
+
+
+@pytest.fixture
+def node() -> TroubledNode:
+    return TroubledNode()
+
+
+@pytest.fixture
+def bench(node: TroubledNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    made = Bench(blocks=100)
+    monkeypatch.setattr(made.side, "_client", node)
+    yield made
+    made.side.close()
+    made.adapters.close()
+
+
+@pytest.mark.parametrize("reason", FAILURES)
+def test_a_lookup_that_failed_is_counted_under_its_reason_and_not_as_a_miss(
+    bench: Bench, node: TroubledNode, reason: Reason
+) -> None:
+    node.reason = reason
+    bench.running("r", 3 * BLOCK)
+    counts = bench.side.counts.take()
+    assert (counts.get(failure(reason)), counts.get("misses"), counts.get("unanswered")) == (1, None, 1)
+
+
+@pytest.mark.parametrize("reason", [Reason.ABSENT, Reason.EVICTED, Reason.CHEAPER])
+def test_what_is_no_failure_is_not_counted_as_one(bench: Bench, node: TroubledNode, reason: Reason) -> None:
+    node.reason = reason
+    bench.running("r", 3 * BLOCK)
+    assert not [name for name in bench.side.counts.take() if failure_reason(name)]
+
+
+@pytest.mark.parametrize(
+    ("reason", "suspected"), [(Reason.STALLED, 1), (Reason.DEADLINE, 1), (Reason.CORRUPT, 0)]
+)
+def test_a_load_that_failed_is_counted_under_its_reason_and_silence_makes_the_node_a_suspect(
+    bench: Bench, node: TroubledNode, reason: Reason, suspected: int
+) -> None:
+    node.count, node.reason = 2, Reason.COMPLETE
+    request = FakeRequest("r", list(range(3 * BLOCK + 1)))
+    request.blocks = bench.pool.take(4) or []
+    assert bench.side.matched_tokens(request, 0) == (2 * BLOCK, True)
+    assert bench.side.allocated(request, request.blocks, 2 * BLOCK)
+    bench.side.absorb(WorkerReport([LoadResult("r", 1, 100, 0.1, reason)]))
+    bench.side.load_finished("r")
+    counts = bench.side.counts.take()
+    assert (counts["loads_failed"], counts[failure(reason)], node.suspected) == (1, 1, suspected)
+    assert "misses" not in counts
+    bench.side.finished(request)
