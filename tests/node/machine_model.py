@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tests.node.machine_tier import Probe, ScriptedTier
-from tests.node.machine_world import CHECKSUMS, CONTENT, KEYS, SPACES, Clock, Peer, World
+from tests.node.machine_world import CHECKSUMS, CONTENT, KEYS, POOL_BYTES, SPACES, Clock, Peer, World
 
 from kvferry.identity.names import PartKey
 from kvferry.identity.stripes import part_checksums
 from kvferry.node.framing import split_checksums
 from kvferry.node.loading import LEASE_GRACE_S
+from kvferry.node.pins import SHARE_DIVISOR
 from kvferry.node.saves import QUARANTINE_S, RESERVATION_LEASE_S
 from kvferry.node.state import Namespace
 from kvferry.node.wire import (
@@ -217,7 +218,14 @@ class Model:
             self._given(loading, place)
         for at, tier in enumerate(answer.tiers, asked.first_chunk):
             whole = {(at, part) for part in asked.space.parts} <= loading.given
-            assert whole or tier == Tier.VALKEY
+            assert whole or tier == Tier.VALKEY or self._wants_more_than_its_share(asked.peer)
+
+    def _wants_more_than_its_share(self, peer: Peer) -> bool:
+        """Whether what its loads and lookups want together is more than one connection may hold."""
+        wanted = [(loading.space, loading.chunks) for loading in self.loads.values() if loading.peer is peer]
+        wanted += [(asked.space, asked.wanted) for asked in self.asked.values() if asked.peer is peer]
+        parts = {ref for space, chunks in wanted for ref in space.refs(chunks)}
+        return sum(ref.nbytes for ref in parts) > POOL_BYTES // SHARE_DIVISOR
 
     def reserved(self, peer: Peer, keys: Sequence[PartKey]) -> None:
         """Take the answer to a reservation out of the inbox."""

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvferry.identity.names import PartKey, PartRef
 from kvferry.identity.stripes import part_checksums
@@ -182,6 +182,18 @@ class ScriptedTier:
         if ending is None:
             self.values.setdefault(ref.key, Value(ref.key, bytes(store.item.data), store.item.checksums))
         store.done(store.index, ending or Outcome.OK)
+
+    def damage(self, key: PartKey, how: str) -> None:
+        """What lies under that key is not what was stored."""
+        value = self.values[key]
+        if how == "lost":
+            del self.values[key]
+        elif how == "cut":
+            self.values[key] = replace(value, data=value.data[:100])
+        elif how == "flipped":
+            self.values[key] = replace(value, data=value.data[:9] + bytes(1) + value.data[10:])
+        else:
+            self.values[key] = next(iter(self.values.values()))
 
     def end_all(self, ending: Outcome | None) -> None:
         """Everything that waits, in the order in which it was asked for."""

@@ -24,9 +24,7 @@ DEADLINE_CAP_S = 4.0
 MAX_TURNS = 50  # that one event may lead to before the node counts as spinning
 READER = 3  # an owner that nothing in the node uses
 
-WIDE = Namespace(
-    b"test" + b"w" * 12, (PAGE_BYTES - 5, 0, 2 * PAGE_BYTES), 16, "test", "two parts"
-)
+WIDE = Namespace(b"test" + b"w" * 12, (PAGE_BYTES - 5, 0, 2 * PAGE_BYTES), 16, "test", "two parts")
 ODD = Namespace(b"test" + b"o" * 12, (3 * PAGE_BYTES - 7,), 16, "test", "one part")
 SPACES = (WIDE, ODD)
 
