@@ -84,7 +84,10 @@ class AdminClient:
             self._sock.settimeout(self._timeout_s)
             self._sock.sendall(encode(query))
             while True:
-                self._sock.settimeout(max(0.001, give_up - time.monotonic()))
+                left = give_up - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError
+                self._sock.settimeout(left)
                 data = self._sock.recv(READ_BYTES)
                 if not data:
                     raise ClosedError(f"the node at {self._path} closed the connection")

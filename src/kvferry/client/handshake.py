@@ -11,9 +11,20 @@ from kvferry.client.messages import NamespaceInfo
 from kvferry.errors import ClosedError, KvferryError, RefusedError, RetryError
 from kvferry.node.framing import FrameBuffer, decode_from_node, encode, refusal_text
 from kvferry.node.peers import Access, peer_of
-from kvferry.node.wire import PROTOCOL, Attach, Attached, FromNode, Hello, Message, Role, Welcome
+from kvferry.node.wire import (
+    MAX_HELLO_BYTES,
+    PROTOCOL,
+    Attach,
+    Attached,
+    FromNode,
+    Hello,
+    Message,
+    Role,
+    Welcome,
+)
 
 READ_BYTES = 1 << 18
+QUEUE_FULL_PAUSE_S = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +50,7 @@ def open_socket(path: Path, timeout_s: float, *, group: int | None = None) -> so
         raise ClosedError(f"no socket to reach a node with: {error.strerror}") from error
     try:
         sock.settimeout(timeout_s)
-        sock.connect(str(path))
+        _connect(sock, path, timeout_s)
         peer = peer_of(sock)
     except PermissionError as error:
         sock.close()
@@ -63,6 +74,20 @@ def open_socket(path: Path, timeout_s: float, *, group: int | None = None) -> so
     return sock
 
 
+def _connect(sock: socket.socket, path: Path, timeout_s: float) -> None:
+    """With a time-out, Linux does not wait for room in a Unix listener's queue: so ask again. Raises OSError."""
+    give_up = time.monotonic() + timeout_s
+    while True:
+        try:
+            sock.connect(str(path))
+        except BlockingIOError:
+            if time.monotonic() >= give_up:
+                raise
+            time.sleep(QUEUE_FULL_PAUSE_S)
+        else:
+            return
+
+
 class Handshake:
     """Says hello and attaches the namespace on a fresh socket; blocking, bounded by ``timeout_s``."""
 
@@ -70,7 +95,7 @@ class Handshake:
         self._sock = sock
         self._identity = identity
         self._give_up = time.monotonic() + timeout_s
-        self._frames = FrameBuffer()
+        self._frames = FrameBuffer(limit=MAX_HELLO_BYTES)
         self._payloads: list[bytes] = []
         self.descriptor: int | None = None
 
@@ -142,7 +167,11 @@ class Handshake:
         return decode_from_node(payload)
 
     def _left(self) -> float:
-        return max(0.001, self._give_up - time.monotonic())
+        """Seconds; bytes that trickle in do not add to them. Raises TimeoutError."""
+        left = self._give_up - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return left
 
     def _lost(self, error: OSError) -> KvferryError:
         if isinstance(error, TimeoutError):
