@@ -1,30 +1,26 @@
 """The contract suite, over every tier there is."""
 
-from collections.abc import Iterator
-
 import pytest
+from tests.servers import Cluster, Server
+from tests.tiers.stores import ValkeyStore
 
-from kvferry.testing.memory_tier import MemoryTier
-from kvferry.testing.tier_contract import TierContract
-from kvferry.tiers.contract import Tier
-from kvferry.tiers.valkey.tier import ValkeyTier
+from kvferry.testing.memory_tier import MemoryStore
+from kvferry.testing.tier_contract import TierContract, TierStore
 
 
 class TestValkeySingle(TierContract):
     @pytest.fixture
-    def tier(self, tier: ValkeyTier) -> Tier:
-        return tier
+    def store(self, server: Server) -> TierStore:
+        return ValkeyStore([server], server.settings)
 
 
 class TestValkeyCluster(TierContract):
     @pytest.fixture
-    def tier(self, cluster_tier: ValkeyTier) -> Tier:
-        return cluster_tier
+    def store(self, cluster: Cluster) -> TierStore:
+        return ValkeyStore(cluster.servers, cluster.settings)
 
 
 class TestMemoryTier(TierContract):
     @pytest.fixture
-    def tier(self) -> Iterator[Tier]:
-        made = MemoryTier()
-        yield made
-        made.close()
+    def store(self) -> TierStore:
+        return MemoryStore()

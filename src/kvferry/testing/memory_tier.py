@@ -3,15 +3,17 @@
 ``hold`` makes every operation wait, as a stopped server would; ``fail`` makes a part end in a chosen way.
 """
 
+import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from kvferry.errors import BrokenError
 from kvferry.identity.names import PartKey, PartRef
 from kvferry.identity.stripes import part_checksums
+from kvferry.testing.tier_contract import Damage
 from kvferry.tiers.contract import FetchItem, FetchResult, Outcome, StoreItem, TierStatistics
 
 _POLL_S = 0.005
@@ -29,11 +31,15 @@ class _Task:
 
 
 class MemoryTier:
-    """Implements ``tiers.contract.Tier`` with one thread."""
+    """Implements ``tiers.contract.Tier`` with one thread.
+
+    parts: what is stored. What was put there by other means than ``store`` is taken to be right.
+    """
 
     def __init__(self, name: str = "fake") -> None:
         self.name = name
         self.parts: dict[PartKey, bytes] = {}
+        self._checksums: dict[PartKey, tuple[bytes, ...]] = {}
         self._failures: dict[PartKey, Outcome] = {}
         self._queue: deque[tuple[_Task, Callable[[Outcome | None], None]]] = deque()
         self._condition = threading.Condition()
@@ -100,7 +106,7 @@ class MemoryTier:
 
         def work(ending: Outcome | None) -> None:
             for ref in refs if ending is None else ():
-                self.parts.pop(ref.key, None)
+                self._drop(ref.key)
 
         self._submit(_Task(time.monotonic() + 5.0), work)
 
@@ -171,27 +177,35 @@ class MemoryTier:
     def _fetch_one(self, item: FetchItem, ending: Outcome | None) -> FetchResult:
         outcome = ending or self._presence(item.ref)
         data = self.parts.get(item.ref.key, b"")
-        if outcome is Outcome.OK and len(data) != item.ref.nbytes:
-            outcome = Outcome.CORRUPT
+        checksums: tuple[bytes, ...] = ()
+        if outcome is Outcome.OK:
+            checksums = part_checksums(memoryview(data)) if len(data) == item.ref.nbytes else ()
+            if checksums != self._checksums.get(item.ref.key, checksums) or not checksums:
+                outcome = Outcome.CORRUPT
         if outcome is Outcome.OK:
             item.into.cast("B")[:] = data
             self._counts["fetched_parts"] += 1
             self._counts["fetched_bytes"] += len(data)
-            return FetchResult(outcome, part_checksums(memoryview(data)))
+            return FetchResult(outcome, checksums)
         if outcome is Outcome.CORRUPT:
-            self.parts.pop(item.ref.key, None)
+            self._drop(item.ref.key)
         self._count_bad(outcome)
         return FetchResult(outcome, ())
 
     def _store_one(self, item: StoreItem, ending: Outcome | None) -> Outcome:
         outcome = ending or self._failures.get(item.ref.key, Outcome.OK)
         if outcome is Outcome.OK:
-            self.parts.setdefault(item.ref.key, bytes(item.data))
+            if item.ref.key not in self.parts:
+                self.parts[item.ref.key], self._checksums[item.ref.key] = bytes(item.data), item.checksums
             self._counts["stored_parts"] += 1
             self._counts["stored_bytes"] += item.ref.nbytes
         else:
             self._count_bad(outcome)
         return outcome
+
+    def _drop(self, key: PartKey) -> None:
+        self.parts.pop(key, None)
+        self._checksums.pop(key, None)
 
     def _count_bad(self, outcome: Outcome) -> None:
         if outcome is Outcome.MISS:
@@ -203,3 +217,45 @@ class MemoryTier:
 def _check_size(memory: memoryview, ref: PartRef) -> None:
     if memory.nbytes != ref.nbytes:
         raise BrokenError(f"memory of {memory.nbytes} bytes for a part of {ref.nbytes}")
+
+
+class MemoryStore:
+    """``TierStore`` of memory tiers. make: opens one, ``MemoryTier`` or a variant of it."""
+
+    def __init__(self, make: Callable[[], MemoryTier] = MemoryTier) -> None:
+        self._make = make
+        self._opened: list[MemoryTier] = []
+
+    def open(self) -> MemoryTier:
+        """A new tier. It shares nothing with those before it."""
+        self._opened.append(self._make())
+        return self._opened[-1]
+
+    @contextlib.contextmanager
+    def outage(self) -> Iterator[None]:
+        """Every tier holds."""
+        for tier in self._opened:
+            tier.hold()
+        try:
+            yield
+        finally:
+            for tier in self._opened:
+                tier.release()
+
+    def damage(self, ref: PartRef, how: Damage) -> None:
+        """Of the tier opened last."""
+        parts = self._opened[-1].parts
+        data = parts[ref.key]
+        middle = len(data) // 2
+        match how:
+            case Damage.BIT_FLIP:
+                parts[ref.key] = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+            case Damage.TRUNCATION:
+                parts[ref.key] = data[:-1]
+            case Damage.EXTENSION:
+                parts[ref.key] = data + b"x"
+
+    def misplace(self, source: PartRef, under: PartRef) -> None:
+        """Of the tier opened last."""
+        parts = self._opened[-1].parts
+        parts[under.key] = parts[source.key]
