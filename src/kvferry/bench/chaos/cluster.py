@@ -25,8 +25,6 @@ SHARDS = 3
 FIRST_PORT, LAST_PORT = 12000, 31000
 FORM_S = 30.0
 ASK_S = 3.0
-MAX_STARTS = 3
-NODE_TIMEOUT_MS = 2000
 MEMORY_MB = 96
 OPTIONS = (
     *CLUSTER_OPTIONS,
@@ -73,6 +71,25 @@ class Member:
         command = [str(valkey_binary()), "--port", str(self.port), "--cluster-port", str(self._bus_port)]
         command += ["--dir", str(self._home), *OPTIONS]
         self.child = self._children.start(f"valkey-{self.index}", command)
+
+    def start_again(self) -> None:
+        """Start it unless it runs: killed, or ended because its port was taken meanwhile."""
+        if self.child is not None and self.child.exited():
+            self.kill()
+        if self.child is None:
+            self.start()
+
+    def limit(self, nbytes: str, policy: str) -> None:
+        """Its memory, and what it does when that is full."""
+        must(self.ask("CONFIG", "SET", "maxmemory", nbytes, "maxmemory-policy", policy))
+
+    def settle_slots(self) -> None:
+        """End migrations of slots that nobody goes on with."""
+        reply = must(self.ask("CLUSTER", "NODES"))
+        lines = reply.decode().splitlines() if isinstance(reply, bytes) else []
+        for word in next((line.split() for line in lines if "myself" in line), []):
+            if word.startswith("["):
+                must(self.ask("CLUSTER", "SETSLOT", word[1:].split("-")[0], "STABLE"))
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -152,6 +169,16 @@ class ValkeyCluster:
             return len(shards) == SHARDS and all(len(shard.replicas) == 1 for shard in shards)
         except KvferryError:
             return False
+
+    def mend(self) -> None:
+        """After a fault that ended early: every server runs, within its limits, and no slot is half moved."""
+        for member in self.members:
+            member.send_signal(signal.SIGCONT)
+            member.start_again()
+            with contextlib.suppress(KvferryError):
+                wait_until(member.answers, what=f"server {member.index}", timeout_s=FORM_S)
+                member.limit(f"{MEMORY_MB}mb", "allkeys-lru")
+                member.settle_slots()
 
     def _parse(self, reply: Sequence[Reply]) -> list[Shard]:
         at = {member.port: member.index for member in self.members}

@@ -24,6 +24,8 @@ WHOLE_S = 60.0
 MOVED_SLOTS = 4
 MOVED_KEYS = 8  # at a time
 SHORT_LINGER_S = 0.3
+LEASE_S = 66.0
+LEASE_SHARE = 0.03
 
 Procedure = Iterator[float]
 
@@ -182,7 +184,8 @@ def _engine_kill(world: World, fault: Fault) -> Procedure:
 def _engine_stop(world: World, fault: Fault) -> Procedure:
     engine = world.engines[fault.engine or 0]
     engine.send_signal(signal.SIGSTOP)
-    yield world.rng.choice((0.1, 0.5, 1.5, 4.0))
+    # Once in a while longer than a reservation's lease: what it held has gone to others when it goes on.
+    yield LEASE_S if world.rng.random() < LEASE_SHARE else world.rng.choice((0.1, 0.5, 1.5, 4.0))
     engine.send_signal(signal.SIGCONT)
     fault.lifted = monotonic()
     yield SHORT_LINGER_S
@@ -202,6 +205,7 @@ def _primary_kill(world: World, fault: Fault) -> Procedure:
         fault.note = "came back empty"
     member.start()
     yield from _until(world.cluster.whole, WHOLE_S)
+    member.start_again()
 
 
 def _lost_its_slots(world: World, member: Member) -> bool:
@@ -257,9 +261,9 @@ def _pause(world: World, fault: Fault) -> Procedure:
 
 def _full(world: World, fault: Fault) -> Procedure:
     member = world.primary(fault)
-    _limit(member, "1mb", "noeviction")
+    member.limit("1mb", "noeviction")
     yield world.rng.uniform(0.5, 3.0)
-    _limit(member, f"{MEMORY_MB}mb", "allkeys-lru")
+    member.limit(f"{MEMORY_MB}mb", "allkeys-lru")
     fault.lifted = monotonic()
     yield SHORT_LINGER_S
 
@@ -267,15 +271,11 @@ def _full(world: World, fault: Fault) -> Procedure:
 def _evict(world: World, fault: Fault) -> Procedure:
     member = world.primary(fault)
     used = int(member.info("memory")["used_memory"])
-    _limit(member, str(max(used // 2, 4 << 20)), "allkeys-lru")
+    member.limit(str(max(used // 2, 4 << 20)), "allkeys-lru")
     yield world.rng.uniform(0.3, 1.0)
-    _limit(member, f"{MEMORY_MB}mb", "allkeys-lru")
+    member.limit(f"{MEMORY_MB}mb", "allkeys-lru")
     fault.lifted = monotonic()
     yield SHORT_LINGER_S
-
-
-def _limit(member: Member, nbytes: str, policy: str) -> None:
-    must(member.ask("CONFIG", "SET", "maxmemory", nbytes, "maxmemory-policy", policy))
 
 
 def _damage(how: Callable[[Member, random.Random], int]) -> Callable[[World, Fault], Procedure]:

@@ -2,11 +2,10 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from kvferry.bench.chaos.processes import Census, EngineProcess, NodeProcess, Process
+from kvferry.bench.chaos.processes import Census, NodeProcess
 from kvferry.client.admin import AdminClient
 from kvferry.errors import KvferryError
 
@@ -77,11 +76,10 @@ def unaccounted(node: NodeProcess) -> list[str]:
     return []
 
 
-def beyond(process: Process, before: Census | None) -> list[str]:
-    """What the process holds now beyond an earlier count, that of its first incarnation at rest."""
-    now = process.census()
+def beyond(name: str, before: Census | None, now: Census | None) -> list[str]:
+    """What a process holds beyond what it, or the one before it under that name, held earlier at rest."""
     if now is None or before is None:
-        return [f"{process.name}: does not run"]
+        return [f"{name}: does not run"]
     found: list[str] = []
     for what, spare in (
         ("descriptors", SPARE_DESCRIPTORS),
@@ -91,14 +89,5 @@ def beyond(process: Process, before: Census | None) -> list[str]:
     ):
         was, has = getattr(before, what), getattr(now, what)
         if has > was + spare:
-            found.append(f"{process.name}: {has} {what}, {was} before the faults")
+            found.append(f"{name}: {has} {what}, {was} before the faults")
     return found
-
-
-def left_children(ours: Sequence[NodeProcess | EngineProcess]) -> list[str]:
-    """Children of this process that it does not know."""
-    known = {process.pid for process in ours}
-    found: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        found |= {int(word) for word in (task / "children").read_text().split()}
-    return [f"child process {pid}" for pid in sorted(found - known)]

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvferry.bench.chaos.faults import KILLS, Fault
 from kvferry.bench.chaos.run import Outcome
+from kvferry.bench.chaos.soak import Trend
 from kvferry.bench.chaos.tally import GRACE_S
 from kvferry.cli.table import count, duration, table
 
@@ -39,13 +40,20 @@ def document(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def render(outcome: Outcome) -> str:
-    """For people."""
+def trends_document(trends: Sequence[Trend]) -> dict[str, Any]:
+    """For ``--json`` of a soak."""
+    return {"flat": all(trend.flat for trend in trends), "trends": [asdict(trend) for trend in trends]}
+
+
+def render(outcome: Outcome, trends: Sequence[Trend] = ()) -> str:
+    """For people. trends: of a soak."""
     tally = outcome.tally
     parts = [_operations(outcome), _faults(outcome.faults), _lateness(outcome)]
     if outcome.tally.latest:
         parts.append(_latest(outcome))
     parts.append(_held(outcome))
+    if trends:
+        parts.append(_trends(trends))
     bad = [*tally.notes, *outcome.died, *(f"leak: {leak}" for leak in outcome.leaks)]
     bad += [f"{name} wrote last:\n{text}" for name, text in outcome.logs.items()]
     if bad:
@@ -128,3 +136,18 @@ def _held(outcome: Outcome) -> str:
                 )
             )
     return table(("at rest, before / after", "descriptors", "threads", "MB"), rows)
+
+
+def _trends(trends: Sequence[Trend]) -> str:
+    rows = [
+        (
+            trend.process,
+            trend.figure.replace("_", " "),
+            count(trend.first),
+            count(trend.last),
+            f"{trend.slope_h:+,.1f}",
+            "flat" if trend.flat else "GROWS",
+        )
+        for trend in trends
+    ]
+    return table(("over time", "figure", "first quarter", "last quarter", "per hour", ""), rows)

@@ -22,7 +22,7 @@ from kvferry.engines.vllm.transfers import RESERVE_TIMEOUT_S, Loader, Saver
 
 LOOKUP_WAIT_S = 0.05
 PAUSED_POLL_S = 0.01
-HANG_S = 60.0  # no answer is bounded so loosely: who waits for longer is stuck
+HANG_S = 180.0  # no answer is bounded so loosely: who waits for longer is stuck (or was stopped)
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
