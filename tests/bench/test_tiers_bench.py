@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from kvferry.bench import tiers
+from kvferry.bench.tier_protection import Protected
+from kvferry.config import NODE_SETTINGS
 from kvferry.errors import MisconfiguredError
+from kvferry.tiers.valkey.protection import Checksums
+from kvferry.tiers.valkey.settings import ValkeySettings
+from kvferry.tiers.valkey.url import parse_url
+
+SOURCE = Path(tiers.__file__).parents[1]
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -42,9 +49,31 @@ def test_the_table_marks_what_falls_short() -> None:
     row = tiers.Transfers(
         "GET", 2.5, {"bare": 2.0, "kvferry": 1.0}, {"bare": 0.1, "kvferry": 0.1}, 0.5, (0.4, 0.6)
     )
-    text = tiers.render(tiers.Report(server="valkey 9", transfers=[row], not_measured={"tls": "no server"}))
+    text = tiers.render(tiers.Report(server="valkey 9", transfers=[row], not_measured={"allocator": "none"}))
     assert "short" in text
-    assert "tls: not measured: no server" in text
+    assert "allocator: not measured: none" in text
+
+
+def test_every_protection_is_measured_beside_the_unchecked_path(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--rounds", "1", "--sample-mib", "2", "--only", "protection")
+    assert tiers.main(parse(*small, "--json")) == 0
+    report = json.loads(capsys.readouterr().out)
+    found = [(row["operation"], row["protection"]) for row in report["protection"]]
+    valkey = ["unchecked", "checksum", "AES-GCM"]
+    tls = ["unchecked", "checksum", "TLS", "TLS + AES-GCM"]
+    assert found == [(verb, name) for names in (valkey, tls) for verb in ("GET", "SET") for name in names]
+    assert all(row["ratio"] == 1 for row in report["protection"] if row["protection"] == "unchecked")
+    text = tiers.render(tiers.Report(protection=[Protected(**row) for row in report["protection"]]))
+    assert "TLS + AES-GCM" in text
+    assert {len(line) for line in text.splitlines() if line.startswith(("GET", "SET"))} == {102}
+
+
+def test_no_setting_leads_to_the_unchecked_path() -> None:
+    names = {setting.name for setting in NODE_SETTINGS}
+    assert {name for name in names if "encrypt" in name or "check" in name} == {"encryption_key_file"}
+    assert isinstance(ValkeySettings(parse_url("valkey://localhost")).protection, Checksums)
+    sources = [path for path in SOURCE.rglob("*.py") if "bench" not in path.parts]
+    assert not [path.name for path in sources if "Unchecked" in path.read_text()]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The checks of ``kvferry bench tiers`` that need servers of their own: allocator, shards, TLS."""
+"""The checks of ``kvferry bench tiers`` that need servers of their own: allocator and shards."""
 
 import contextlib
 import os
@@ -16,13 +16,12 @@ from kvferry.testing.servers import (
     redis_binary,
     running_cluster,
     running_server,
-    running_tls_server,
 )
 from kvferry.tiers.valkey.jobs import stripe_key
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.slots import SLOTS, key_slot
 from kvferry.tiers.valkey.tier import ValkeyTier
-from kvferry.tiers.valkey.url import Address, ValkeyUrl, parse_url
+from kvferry.tiers.valkey.url import Address, ValkeyUrl
 
 ALLOCATOR_PART_BYTES = tuple(int(mib * (1 << 20)) for mib in (1, 2.5, 4, 8, 10, 32))
 MAX_OVERHEAD = 0.03
@@ -143,14 +142,3 @@ def _proxy(port: int) -> Iterator[int]:
         yield int(process.stdout.readline())
     finally:
         process.communicate("", timeout=10)
-
-
-@contextlib.contextmanager
-def tls_arms() -> Iterator[tuple[Server, TierArm, TierArm]]:
-    """One server reached in the clear and by TLS. MisconfiguredError where none is installed."""
-    with running_tls_server(*ROOM) as (server, url), contextlib.ExitStack() as stack:
-        clear = TierArm(ValkeyTier.connect(server.settings()))
-        stack.callback(clear.close)
-        tls = TierArm(ValkeyTier.connect(ValkeySettings(parse_url(url))))
-        stack.callback(tls.close)
-        yield server, clear, tls

@@ -20,8 +20,8 @@ from kvferry.bench.tier_checks import (
     SHARDS,
     allocator_overhead,
     shards_add_up,
-    tls_arms,
 )
+from kvferry.bench.tier_protection import Protected, measure_protection, protection_lines
 from kvferry.demo.processes import StoppedError, stop_on_signals
 from kvferry.errors import MisconfiguredError
 from kvferry.testing.servers import Server, running_server
@@ -30,7 +30,7 @@ from kvferry.tiers.valkey.tier import ValkeyTier
 PART_MIB = (2.5, 4.0, 6.0, 10.0, 32.0)
 ROUNDS = 9
 SAMPLE_BYTES = 256 << 20
-CHECKS = ("transfers", "tls", "allocator", "shards")
+CHECKS = ("transfers", "protection", "allocator", "shards")
 SHARD_PARTS = 32
 MIN_PART_MIB = 0.01
 MAX_PART_MIB = 256
@@ -70,7 +70,7 @@ class Report:
     rounds: int = 0
     sample_mib: int = 0
     transfers: list[Transfers] = field(default_factory=list)
-    tls: list[Transfers] = field(default_factory=list)
+    protection: list[Protected] = field(default_factory=list)
     allocator_overhead: dict[str, float] = field(default_factory=dict)
     shards: dict[str, float] = field(default_factory=dict)
     not_measured: dict[str, str] = field(default_factory=dict)
@@ -141,11 +141,10 @@ def run(
     if "transfers" in checks:
         with running_server(*ROOM) as server:
             _measure_transfers(report, server, part_mib, rounds, sample_bytes, peers=peers, progress=progress)
-    if "tls" in checks:
-        with _or_why(report, "tls"), tls_arms() as (server, clear, tls):
-            progress("TLS")
-            clear.name, tls.name = "bare", "kvferry"
-            report.tls = _compare(server, [clear, tls], 10.0, rounds, sample_bytes)
+    if "protection" in checks:
+        with _or_why(report, "protection"):
+            progress("checksum, AES-GCM, TLS")
+            report.protection = measure_protection(rounds, sample_bytes, room=ROOM)
     if "allocator" in checks:
         with _or_why(report, "allocator"):
             progress("allocator overhead")
@@ -257,12 +256,7 @@ def render(report: Report) -> str:
     lines = [f"{report.server}, {report.rounds} rounds of {report.sample_mib} MiB, one machine, loopback", ""]
     if report.transfers:
         lines += _transfer_lines(report.transfers)
-    for row in report.tls:
-        speed, cpu = row.gb_s["kvferry"], row.cpu_s_gb["kvferry"]
-        lines.append(
-            f"TLS {row.operation} {row.part_mib:g} MiB: {speed:.2f} GB/s, {row.ratio:.2f} of the same in "
-            f"the clear, {cpu:.2f} CPU s/GB"
-        )
+    lines += protection_lines(report.protection)
     if report.allocator_overhead:
         shares = ", ".join(f"{mib} MiB {share:.1%}" for mib, share in report.allocator_overhead.items())
         worst = max(report.allocator_overhead.values())
