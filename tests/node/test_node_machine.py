@@ -4,6 +4,7 @@ Engines attach, look up, load, store and die in any order; the tier answers late
 the clock moves in steps. ``machine_model`` says what must hold after each step.
 """
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -16,6 +17,8 @@ from tests.runs import runs
 from kvferry.identity.names import PartKey
 from kvferry.node.wire import Copied, Corrupt, DropQuery, EndLoad, Join, Role
 from kvferry.tiers.contract import Outcome
+
+pytestmark = pytest.mark.long
 
 which = st.integers(0, 11)
 prompts = st.integers(0, len(PROMPTS) - 1)

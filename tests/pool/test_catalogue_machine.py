@@ -1,14 +1,18 @@
 """The catalogue against a dict model: an answer is a miss, or exactly the bytes that were committed."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.runs import runs
 
 from kvferry.errors import BrokenError
 from kvferry.identity.names import PartKey
 from kvferry.pool.catalogue import Catalogue
 from kvferry.pool.entries import Declined, DeclineReason, EntryState, Slot
 from kvferry.pool.slots import SlotAllocator
+
+pytestmark = pytest.mark.long
 
 PAGE = 4096
 SLAB = 4 * PAGE
@@ -42,21 +46,34 @@ class CatalogueMachine(RuleBasedStateMachine):
         self.retired: dict[int, tuple[int, bytes]] = {}  # offset -> owner, content
         self.offsets: dict[PartKey, int] = {}  # of every slot given out last for a key
         self.pins: list[tuple[PartKey, int, Slot, bytes]] = []  # every pin, with the bytes seen
+        self.stamps: dict[PartKey, int] = {}  # when a visible part was stamped last, in marks
+        self.marks: list[int] = []  # as the catalogue gave them
 
     def read(self, slot: Slot) -> bytes:
         return bytes(self.memory[slot.offset : slot.offset + slot.nbytes])
 
-    def forget_evicted(self) -> None:
+    def forget_evicted(self, spare_from: int) -> None:
         pinned = {pin[0] for pin in self.pins}
         for key in self.catalogue.take_evicted():
             assert key not in pinned
+            assert self.stamps[key] < spare_from
             del self.ready[key]  # KeyError: evicted something that was not visible
 
-    @rule(key=keys, owner=owners)
-    def reserve(self, key: PartKey, owner: int) -> None:
+    def publish(self, key: PartKey, content: bytes) -> None:
+        """It is visible now, unless it was unlinked meanwhile."""
+        if key in self.doomed:
+            self.doomed.remove(key)
+        else:
+            self.ready[key] = content
+            self.stamps[key] = len(self.marks)
+
+    @rule(key=keys, owner=owners, spare=st.integers(0, 5))
+    def reserve(self, key: PartKey, owner: int, spare: int) -> None:
         nbytes = SPACES[key.namespace][key.part]
         used_before = self.catalogue.statistics().used_bytes
-        answer = self.catalogue.reserve(key, nbytes, owner)
+        spared = len(self.marks) - spare if 0 < spare <= len(self.marks) else None
+        mark = None if spared is None else self.marks[spared]
+        answer = self.catalogue.reserve(key, nbytes, owner, spare_from=mark)
         if isinstance(answer, Declined):
             reason = answer.reason
             assert (reason is DeclineReason.FILLING) == (key in self.filling and key not in self.doomed)
@@ -64,7 +81,7 @@ class CatalogueMachine(RuleBasedStateMachine):
             if reason is DeclineReason.UNLINKED:
                 assert key in self.doomed or any(pin[0] == key for pin in self.pins)
             if reason is DeclineReason.FULL:
-                assert self.pins or self.filling or self.retired
+                assert self.pins or self.filling or self.retired or spared is not None
             assert reason is not DeclineReason.TOO_LARGE
             assert self.catalogue.statistics().used_bytes <= used_before
         else:
@@ -74,7 +91,7 @@ class CatalogueMachine(RuleBasedStateMachine):
             self.memory[answer.slot.offset : answer.slot.offset + nbytes] = content
             self.filling[key] = (owner, content)
             self.offsets[key] = answer.slot.offset
-        self.forget_evicted()
+        self.forget_evicted(len(self.marks) + 1 if spared is None else spared + 1)
 
     def finish(self, key: PartKey, owner: int) -> bytes | None:
         """The content when the owner may finish the reservation."""
@@ -96,10 +113,7 @@ class CatalogueMachine(RuleBasedStateMachine):
             assert content is None
             return
         assert content is not None
-        if key in self.doomed:
-            self.doomed.remove(key)
-        else:
-            self.ready[key] = content
+        self.publish(key, content)
 
     @precondition(lambda self: self.filling)
     @rule(data=st.data())
@@ -114,10 +128,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         owner, content = self.filling.pop(key)
         slot = self.catalogue.commit_pinned(key, owner, self.checksums(content))
         self.pins.append((key, owner, slot, content))
-        if key in self.doomed:
-            self.doomed.remove(key)
-        else:
-            self.ready[key] = content
+        self.publish(key, content)
 
     @rule(key=keys, owner=owners)
     def abandon(self, key: PartKey, owner: int) -> None:
@@ -196,11 +207,18 @@ class CatalogueMachine(RuleBasedStateMachine):
 
     @rule(space=st.sampled_from(list(SPACES)), prefix=prefixes)
     def touch(self, space: bytes, prefix: list[bytes]) -> None:
-        self.catalogue.touch(space, prefix)
+        self.stamp(self.catalogue.touch(space, prefix), space, prefix)
 
     @rule(space=st.sampled_from(list(SPACES)), prefix=prefixes)
     def refresh(self, space: bytes, prefix: list[bytes]) -> None:
-        self.catalogue.refresh(space, prefix)
+        self.stamp(self.catalogue.refresh(space, prefix), space, prefix)
+
+    def stamp(self, mark: int, space: bytes, prefix: list[bytes]) -> None:
+        """What is visible of a prefix has been stamped since that mark."""
+        self.marks.append(mark)
+        for key in self.ready:
+            if key.namespace == space and key.chunk in prefix:
+                self.stamps[key] = len(self.marks)
 
     @rule(space=st.sampled_from([None, *SPACES]))
     def drop(self, space: bytes | None) -> None:
@@ -266,5 +284,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         self.catalogue.check()
 
 
-CatalogueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+CatalogueMachine.TestCase.settings = settings(
+    max_examples=runs(100), stateful_step_count=60, deadline=None, print_blob=True
+)
 TestCatalogue = CatalogueMachine.TestCase
