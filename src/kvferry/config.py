@@ -17,7 +17,14 @@ from typing import Any, NoReturn
 from kvferry.errors import MisconfiguredError
 from kvferry.identity.sealing import KeyRing
 from kvferry.tiers.valkey.url import ValkeyUrl, parse_url
-from kvferry.values import parse_count, parse_domain, parse_group, parse_path, parse_socket_path
+from kvferry.values import (
+    parse_count,
+    parse_domain,
+    parse_group,
+    parse_ip_address,
+    parse_path,
+    parse_socket_path,
+)
 
 ENVIRONMENT_PREFIX = "KVFERRY_"
 # Read elsewhere than by a node: not settings of one, and no mistake either.
@@ -26,6 +33,7 @@ MIN_POOL_BYTES = 64 << 20
 DEFAULT_POOL_BYTES = 4 << 30
 DEFAULT_DEADLINE_CAP_MS = 5000
 DEFAULT_METRICS_PORT = 9471
+DEFAULT_METRICS_HOST = "127.0.0.1"
 MAX_SECRET_BYTES = 4096
 MAX_CONFIGURATION_BYTES = 1 << 20
 
@@ -68,10 +76,10 @@ class NodeSettings:
 
     pool_bytes: host memory for KV. valkey: None keeps to host memory; holds the password, which its repr
     and str leave out. deadline_cap_ms: no load may take longer, whatever the estimate says.
-    metrics_port: on loopback; 0 serves none. domain: the trust domain of the engines that are served;
-    empty: that of the first one. token: what clients must show; None: nothing. group: number of the group
-    whose members may connect; None: the node's user alone. encryption_keys: for what is stored in Valkey;
-    None: it is stored as it is.
+    metrics_host, metrics_port: where metrics are served, to all who can connect; port 0: nowhere. domain:
+    the trust domain of the engines that are served; empty: that of the first one. token: what clients must
+    show; None: nothing. group: number of the group whose members may connect; None: the node's user alone.
+    encryption_keys: for what is stored in Valkey; None: it is stored as it is.
     """
 
     pool_bytes: int = DEFAULT_POOL_BYTES
@@ -79,6 +87,7 @@ class NodeSettings:
     deadline_cap_ms: int = DEFAULT_DEADLINE_CAP_MS
     socket_path: Path = field(default_factory=_socket_path)
     metrics_port: int = DEFAULT_METRICS_PORT
+    metrics_host: str = DEFAULT_METRICS_HOST
     domain: str = ""
     token: Secret | None = None
     group: int | None = None
@@ -186,8 +195,15 @@ NODE_SETTINGS = (
         "metrics_port",
         _parse_port,
         "PORT",
-        f"Prometheus metrics on loopback; 0: none (default {DEFAULT_METRICS_PORT})",
+        f"port of the Prometheus metrics; 0: none (default {DEFAULT_METRICS_PORT})",
         "metrics_port",
+    ),
+    Setting(
+        "metrics_host",
+        parse_ip_address,
+        "ADDRESS",
+        "address of the metrics, which have no password (default: loopback)",
+        "metrics_host",
     ),
     Setting("valkey_password", _parse_secret, "TEXT", "", "valkey_password", environment_only=True),
     Setting(

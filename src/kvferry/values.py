@@ -1,6 +1,7 @@
 """What a person types, as a value: counts, names and paths, refused in words that show what was typed."""
 
 import grp
+import ipaddress
 import os
 import re
 from pathlib import Path
@@ -63,6 +64,14 @@ def parse_socket_path(text: object) -> Path:
             f"socket path {path} is longer than {MAX_SOCKET_PATH_BYTES} bytes; choose a shorter one"
         )
     return path
+
+
+def parse_ip_address(text: object) -> str:
+    """An IPv4 or IPv6 address to listen at. Raises MisconfiguredError."""
+    try:
+        return str(ipaddress.ip_address(parse_text(text)))
+    except ValueError as error:
+        raise MisconfiguredError(f"{text!r} is no IP address; write it like 127.0.0.1 or 0.0.0.0") from error
 
 
 def parse_group_name(text: object) -> str:

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.errors import MisconfiguredError
 from kvferry.node.counters import Counters, EngineStatus, NodeStatistics
-from kvferry.observe.exposition import MetricsPage
+from kvferry.observe.exposition import MAX_SCRAPES, MetricsPage
 from kvferry.observe.metrics import MAX_LABEL_VALUES, METRICS, Kind
 from kvferry.pool.catalogue import Catalogue
 from kvferry.pool.entries import CatalogueStatistics
@@ -124,6 +125,22 @@ def test_a_port_in_use_is_named_with_a_way_out() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(MisconfiguredError, match=f"metrics port {port} is in use; choose another"):
             MetricsPage(statistics, port=port)
+
+
+def test_silent_connections_make_room_for_a_scrape_and_end_with_the_page() -> None:
+    page = MetricsPage(statistics, port=0)
+    with ExitStack() as silent:
+        port = int(page.url.rsplit(":", 1)[1].partition("/")[0])
+        for _ in range(4 * MAX_SCRAPES):
+            silent.enter_context(socket.create_connection(("127.0.0.1", port)))
+        with urllib.request.urlopen(page.url, timeout=60) as answer:
+            assert b"kvferry_up" in answer.read()
+        page.close()
+
+
+def test_a_host_that_is_not_this_machines_is_named() -> None:
+    with pytest.raises(MisconfiguredError, match=r"192\.0\.2\.1 is no address of this machine"):
+        MetricsPage(statistics, port=0, host="192.0.2.1")
 
 
 def test_the_page_is_on_loopback_only() -> None:

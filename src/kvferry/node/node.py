@@ -1,6 +1,7 @@
 """A node: one per host. Usable inside a process (tests, tools) and as ``kvferry node``."""
 
 import contextlib
+import ipaddress
 import logging
 import secrets
 import signal
@@ -174,8 +175,10 @@ def run(settings: NodeSettings) -> int:
         node = Node(settings)
         stack.callback(node.close)
         if settings.metrics_port:
-            page = MetricsPage(node.statistics, port=settings.metrics_port)
+            page = MetricsPage(node.statistics, port=settings.metrics_port, host=settings.metrics_host)
             stack.callback(page.close)
+            if not ipaddress.ip_address(settings.metrics_host).is_loopback:
+                log.warning("metrics are open to everyone who can connect to %s", page.url)
 
         def stop(number: int, frame: FrameType | None) -> None:
             del frame
