@@ -19,6 +19,7 @@ class ValkeyStore:
     def __init__(self, servers: Sequence[Server], settings: Callable[[], ValkeySettings]) -> None:
         self._servers = servers
         self._settings = settings
+        self._suffix = settings().protection.suffixes[0]
 
     def open(self) -> ValkeyTier:
         return ValkeyTier.connect(self._settings())
@@ -35,7 +36,7 @@ class ValkeyStore:
 
     def damage(self, ref: PartRef, how: Damage) -> None:
         """Its last stripe."""
-        key = stripe_key(ref.key, stripe_plan(ref.nbytes)[-1].index)
+        key = self._key(ref, stripe_plan(ref.nbytes)[-1].index)
         owner, value = self._find(key)
         middle = len(value) // 2
         match how:
@@ -50,9 +51,12 @@ class ValkeyStore:
     def misplace(self, source: PartRef, under: PartRef) -> None:
         """Every stripe."""
         for stripe in stripe_plan(source.nbytes):
-            _, value = self._find(stripe_key(source.key, stripe.index))
-            owner, _ = self._find(stripe_key(under.key, stripe.index))
-            must(owner.ask("SET", stripe_key(under.key, stripe.index), value))
+            _, value = self._find(self._key(source, stripe.index))
+            owner, _ = self._find(self._key(under, stripe.index))
+            must(owner.ask("SET", self._key(under, stripe.index), value))
+
+    def _key(self, ref: PartRef, stripe: int) -> bytes:
+        return stripe_key(ref.key, stripe, self._suffix)
 
     def _find(self, key: bytes) -> tuple[Server, bytes]:
         """The shard that has the key, and its value."""

@@ -1,11 +1,18 @@
 """The contract suite, over every tier there is."""
 
+from functools import partial
+
 import pytest
 from tests.servers import Cluster, Server
 from tests.tiers.stores import ValkeyStore
 
+from kvferry.identity.sealing import KeyRing, SealingKey
 from kvferry.testing.memory_tier import MemoryStore
 from kvferry.testing.tier_contract import TierContract, TierStore
+from kvferry.tiers.valkey.protection import Sealed
+
+# While keys are being changed: what is absent under the first is asked for under the second.
+ENCRYPTED = Sealed(KeyRing([SealingKey(bytes([1]) * 32), SealingKey(bytes([2]) * 32)]))
 
 
 class TestValkeySingle(TierContract):
@@ -18,6 +25,18 @@ class TestValkeyCluster(TierContract):
     @pytest.fixture
     def store(self, cluster: Cluster) -> TierStore:
         return ValkeyStore(cluster.servers, cluster.settings)
+
+
+class TestValkeyEncrypted(TierContract):
+    @pytest.fixture
+    def store(self, server: Server) -> TierStore:
+        return ValkeyStore([server], partial(server.settings, protection=ENCRYPTED))
+
+
+class TestValkeyClusterEncrypted(TierContract):
+    @pytest.fixture
+    def store(self, cluster: Cluster) -> TierStore:
+        return ValkeyStore(cluster.servers, partial(cluster.settings, protection=ENCRYPTED))
 
 
 class TestMemoryTier(TierContract):
