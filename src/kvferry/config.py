@@ -8,6 +8,7 @@ live in ``Secret`` and are never printed.
 import difflib
 import os
 import re
+import stat
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -179,7 +180,7 @@ NODE_SETTINGS = (
         "valkey",
         _parse_url_text,
         "URL",
-        "valkey://host:port, or valkeys:// for TLS (default: none)",
+        "valkey://host:port, or valkeys:// for TLS",
         "valkey",
     ),
     Setting(
@@ -190,19 +191,19 @@ NODE_SETTINGS = (
         "deadline_cap_ms",
     ),
     Setting("socket", parse_socket_path, "PATH", "where engines of this host find the node", "socket_path"),
-    Setting("group", parse_group, "GROUP", "name or number of a group whose members may connect", "group"),
+    Setting("group", parse_group, "GROUP", "name or number of a group that may connect", "group"),
     Setting(
         "metrics_port",
         _parse_port,
         "PORT",
-        f"port of the Prometheus metrics; 0: none (default {DEFAULT_METRICS_PORT})",
+        f"port of the metrics; 0: none (default {DEFAULT_METRICS_PORT})",
         "metrics_port",
     ),
     Setting(
         "metrics_host",
         parse_ip_address,
         "ADDRESS",
-        "address of the metrics, which have no password (default: loopback)",
+        "address of the metrics (default: loopback)",
         "metrics_host",
     ),
     Setting("valkey_password", _parse_secret, "TEXT", "", "valkey_password", environment_only=True),
@@ -213,10 +214,10 @@ NODE_SETTINGS = (
         "encryption_key_file",
         _parse_keys,
         "PATH",
-        "file with keys for what is stored in Valkey (default: not encrypted)",
+        "file with keys for what is stored in Valkey",
         "encryption_keys",
     ),
-    Setting("domain", parse_domain, "NAME", "trust domain to serve (default: the first engine's)", "domain"),
+    Setting("domain", parse_domain, "NAME", "trust domain (default: the first engine's)", "domain"),
     Setting("token", _parse_secret, "TEXT", "the token itself", "token", environment_only=True),
     Setting("token_file", parse_path, "PATH", "file with a token that clients must show", "token"),
 )
@@ -344,14 +345,20 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def read_secret(path: Path) -> Secret:
-    """The first line of a small file. Raises MisconfiguredError without showing any of it."""
+    """The first line of a small file that only its owner, and perhaps a group, can read.
+
+    Raises MisconfiguredError without showing any of it.
+    """
     try:
         with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
             text = file.read(MAX_SECRET_BYTES + 1).decode()
     except OSError as error:
         raise MisconfiguredError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise MisconfiguredError(f"{path} is not UTF-8 text") from error
+    if mode & (stat.S_IRWXO | stat.S_IWGRP):
+        raise MisconfiguredError(f"{path} holds a secret and is open to others: chmod 600 {path}")
     first = text.split("\n", 1)[0].rstrip("\r")
     if not first or len(text) > MAX_SECRET_BYTES:
         raise MisconfiguredError(f"{path} holds no secret of 1 to {MAX_SECRET_BYTES} bytes in its first line")

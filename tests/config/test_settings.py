@@ -112,6 +112,7 @@ def test_a_mistake_in_the_file_names_the_file(tmp_path: Path, text: str, message
 def test_secrets_come_from_a_file_or_the_environment_and_are_never_shown(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text("hunter2\n")
+    file.chmod(0o600)
     flags = {"valkey": "valkey://user@h", "valkey_password_file": str(file)}
     for settings in (
         load_node_settings(flags, environ={}),
@@ -204,6 +205,7 @@ def test_any_value_of_any_setting_is_refused_in_one_error(tmp_path: Path, line: 
 def test_the_token_comes_from_a_file_or_the_environment_and_is_never_shown(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("open sesame\n")
+    file.chmod(0o600)
     from_file = load_node_settings({"token_file": str(file)}, environ={})
     from_environment = load_node_settings({}, environ={"KVFERRY_TOKEN": "open sesame"})
     assert from_file.token == from_environment.token == Secret("open sesame")
@@ -214,6 +216,17 @@ def test_the_token_comes_from_a_file_or_the_environment_and_is_never_shown(tmp_p
     assert client_token(environ={"KVFERRY_TOKEN": "open sesame"}) == "open sesame"
     with pytest.raises(MisconfiguredError, match="keep one"):
         load_node_settings({"token_file": str(file)}, environ={"KVFERRY_TOKEN": "x"})
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o622, 0o601])
+@pytest.mark.parametrize("name", ["token_file", "valkey_password_file"])
+def test_a_secret_that_others_can_reach_is_refused(tmp_path: Path, name: str, mode: int) -> None:
+    file = tmp_path / "secret"
+    file.write_text("hunter2\n")
+    file.chmod(mode)
+    with pytest.raises(MisconfiguredError, match="chmod 600") as caught:
+        load_node_settings({name: str(file), "valkey": "valkey://h"}, environ={})
+    assert "hunter2" not in str(caught.value)
 
 
 def test_a_token_file_that_cannot_be_read_is_named_with_its_variable() -> None:

@@ -292,6 +292,8 @@ def test_client_files_that_cannot_be_used_are_named(tls: TlsServer, refused: Ref
     one, two = tls.authority.issue("one"), tls.authority.issue("two")
     line = refused(tls.url(client=Issued(one.cert, two.key)))
     assert f"key={two.key} is not the key of cert={one.cert}" in line
+    two.key.chmod(0o644)
+    assert f"chmod 600 {two.key}" in refused(tls.url(client=two))
     locked = tls.authority.issue("locked", passphrase="secret")
     assert "encrypted" in refused(tls.url(client=locked))
     missing = tls.directory / "none.pem"

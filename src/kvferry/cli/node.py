@@ -5,12 +5,21 @@ import argparse
 from kvferry.config import NODE_SETTINGS, load_node_settings
 
 
+class _OneLineEach(argparse.HelpFormatter):
+    """So that all of them fit a screen."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=30)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One flag per setting; what is not given comes from the environment, the file or the default."""
     for setting in NODE_SETTINGS:
         if not setting.environment_only:
             parser.add_argument(setting.flag, metavar=setting.metavar, help=setting.help)
     parser.add_argument("--config", metavar="FILE", help="TOML file with the same names")
+    parser.usage = "kvferry node [options]"
+    parser.formatter_class = _OneLineEach
     parser.epilog = (
         "Valkey's password: KVFERRY_VALKEY_PASSWORD or --valkey-password-file. The token: KVFERRY_TOKEN or "
         "--token-file. Ends on SIGTERM or Ctrl-C."

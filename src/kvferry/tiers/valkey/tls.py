@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import ssl
+import stat
 import threading
 from typing import NoReturn
 
@@ -173,11 +174,14 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
 def _readable(parameter: str, name: str) -> None:
     try:
         with open(name, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
             file.read(1)
     except OSError as error:
         raise MisconfiguredError(
             f"cannot read {parameter}={name}: {error.strerror}: give a file that user {os.geteuid()} can read"
         ) from error
+    if parameter == "key" and mode & (stat.S_IRWXO | stat.S_IWGRP):
+        raise MisconfiguredError(f"key={name} is open to others: chmod 600 {name}")
 
 
 def _useless(files: TlsFiles, error: OSError) -> str:
