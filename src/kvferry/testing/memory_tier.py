@@ -101,12 +101,16 @@ class MemoryTier:
             if data is not None:
                 self.parts[ref.key] = data
 
-    def remove(self, refs: Sequence[PartRef]) -> None:
+    def remove(
+        self, refs: Sequence[PartRef], *, done: Callable[[Sequence[Outcome]], None] | None = None
+    ) -> None:
         """See the contract."""
 
         def work(ending: Outcome | None) -> None:
             for ref in refs if ending is None else ():
                 self._drop(ref.key)
+            if done is not None:
+                done([ending or Outcome.OK for _ in refs])
 
         self._submit(_Task(time.monotonic() + 5.0), work)
 
