@@ -8,7 +8,6 @@ live in ``Secret`` and are never printed.
 import difflib
 import os
 import re
-import stat
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any, NoReturn
 
 from kvferry.errors import MisconfiguredError
 from kvferry.identity.sealing import KeyRing
+from kvferry.secret import NO_LINE, Secret, parse_secret, read_secret
 from kvferry.tiers.valkey.url import ValkeyUrl, parse_url
 from kvferry.values import (
     parse_count,
@@ -35,36 +35,9 @@ DEFAULT_POOL_BYTES = 4 << 30
 DEFAULT_DEADLINE_CAP_MS = 5000
 DEFAULT_METRICS_PORT = 9471
 DEFAULT_METRICS_HOST = "127.0.0.1"
-MAX_SECRET_BYTES = 4096
 MAX_CONFIGURATION_BYTES = 1 << 20
 
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-_NO_LINE = re.compile(r"[\r\n\0\ud800-\udfff]")
-
-
-class Secret:
-    """A text that neither ``repr`` nor ``str`` shows. ``reveal`` gives it."""
-
-    __slots__ = ("_text",)
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def reveal(self) -> str:
-        """The text itself. Keep it out of messages, logs and arguments of other programs."""
-        return self._text
-
-    def __repr__(self) -> str:
-        return "Secret(...)"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Secret) and other._text == self._text
-
-    def __hash__(self) -> int:
-        return hash(self._text)
-
-    def __bool__(self) -> bool:
-        return bool(self._text)
 
 
 def _socket_path() -> Path:
@@ -135,21 +108,13 @@ def _parse_deadline(text: str | int) -> int:
 
 
 def _parse_url_text(text: object) -> str:
-    if not isinstance(text, str) or _NO_LINE.search(text):
+    if not isinstance(text, str) or NO_LINE.search(text):
         raise MisconfiguredError("the URL (not shown) is not one line of text; write valkey://host:6379")
     return text
 
 
 def _parse_keys(text: object) -> KeyRing:
     return KeyRing.load(parse_path(text))
-
-
-def _parse_secret(text: str) -> Secret:
-    if not 0 < len(os.fsencode(text)) <= MAX_SECRET_BYTES or _NO_LINE.search(text):
-        raise MisconfiguredError(
-            f"the secret (not shown) is not one line of 1 to {MAX_SECRET_BYTES} bytes; unset it or correct it"
-        )
-    return Secret(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +171,7 @@ NODE_SETTINGS = (
         "address of the metrics (default: loopback)",
         "metrics_host",
     ),
-    Setting("valkey_password", _parse_secret, "TEXT", "", "valkey_password", environment_only=True),
+    Setting("valkey_password", parse_secret, "TEXT", "", "valkey_password", environment_only=True),
     Setting(
         "valkey_password_file", parse_path, "PATH", "file that holds Valkey's password", "valkey_password"
     ),
@@ -218,7 +183,7 @@ NODE_SETTINGS = (
         "encryption_keys",
     ),
     Setting("domain", parse_domain, "NAME", "trust domain (default: the first engine's)", "domain"),
-    Setting("token", _parse_secret, "TEXT", "the token itself", "token", environment_only=True),
+    Setting("token", parse_secret, "TEXT", "the token itself", "token", environment_only=True),
     Setting("token_file", parse_path, "PATH", "file with a token that clients must show", "token"),
 )
 
@@ -344,32 +309,11 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else "there are " + ", ".join(names)
 
 
-def read_secret(path: Path) -> Secret:
-    """The first line of a small file that only its owner, and perhaps a group, can read.
-
-    Raises MisconfiguredError without showing any of it.
-    """
-    try:
-        with path.open("rb") as file:
-            mode = os.fstat(file.fileno()).st_mode
-            text = file.read(MAX_SECRET_BYTES + 1).decode()
-    except OSError as error:
-        raise MisconfiguredError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise MisconfiguredError(f"{path} is not UTF-8 text") from error
-    if mode & (stat.S_IRWXO | stat.S_IWGRP):
-        raise MisconfiguredError(f"{path} holds a secret and is open to others: chmod 600 {path}")
-    first = text.split("\n", 1)[0].rstrip("\r")
-    if not first or len(text) > MAX_SECRET_BYTES:
-        raise MisconfiguredError(f"{path} holds no secret of 1 to {MAX_SECRET_BYTES} bytes in its first line")
-    return Secret(first)
-
-
 def client_token(token_file: Path | None = None, *, environ: Mapping[str, str] = os.environ) -> str:
     """What to show to a node: from the file, $KVFERRY_TOKEN or $KVFERRY_TOKEN_FILE; else nothing."""
     if token_file is None and (text := environ.get("KVFERRY_TOKEN")):
         try:
-            return _parse_secret(text).reveal()
+            return parse_secret(text).reveal()
         except MisconfiguredError as error:
             raise MisconfiguredError(f"KVFERRY_TOKEN: {error}") from error
     if token_file is None and (named := environ.get("KVFERRY_TOKEN_FILE")):

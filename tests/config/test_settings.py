@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from kvferry.config import (
     NODE_SETTINGS,
     NodeSettings,
-    Secret,
     client_token,
     default_socket_path,
     format_size,
@@ -17,6 +16,7 @@ from kvferry.config import (
     parse_size,
 )
 from kvferry.errors import MisconfiguredError
+from kvferry.secret import Secret
 
 
 def test_flag_wins_over_environment_over_file(tmp_path: Path) -> None:

@@ -25,13 +25,13 @@ from kvferry.client.admin import AdminClient
 from kvferry.client.messages import LoadEnd, NamespaceInfo, ReadyPart, Reason, ReserveOutcome
 from kvferry.client.stream import LoadStream
 from kvferry.client.worker import WorkerClient
-from kvferry.config import Secret
 from kvferry.errors import RefusedError
 from kvferry.identity.names import PartKey
 from kvferry.identity.stripes import part_checksums
 from kvferry.node import lookups, saves
 from kvferry.node.loop import Loop
 from kvferry.node.node import Node
+from kvferry.secret import Secret
 from kvferry.testing.memory_tier import MemoryTier
 
 SOME_ABSENT = NamespaceInfo(b"test" + b"z" * 12, (PART_BYTES, 0, PART_BYTES), 128, "test", "hybrid")

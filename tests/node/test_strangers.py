@@ -18,12 +18,12 @@ from kvferry import __version__
 from kvferry.client.admin import AdminClient
 from kvferry.client.handshake import Handshake, Identity, open_socket
 from kvferry.client.worker import WorkerClient
-from kvferry.config import MAX_SECRET_BYTES
 from kvferry.errors import RefusedError, RetryError
 from kvferry.node import server
 from kvferry.node.framing import LENGTH, FrameBuffer, encode, refusal_text
 from kvferry.node.node import Node
 from kvferry.node.wire import MAX_HELLO_BYTES, PROTOCOL, Hello, Ping, Role, Welcome
+from kvferry.secret import MAX_SECRET_BYTES
 
 FLOOD = 300
 LIMIT_S = 60.0
