@@ -53,13 +53,13 @@ def main(args: argparse.Namespace) -> int:
 
 
 def soak_plan(seconds: int, seed: int) -> Plan:
-    """A request every three seconds and engine, and a fault every two minutes."""
+    """A request every second and engine, and a fault every two minutes."""
     return Plan(
         seconds=float(seconds),
         seed=seed,
         pace_s=120.0,
         users=1,
-        pause_s=3.0,
+        pause_s=1.0,
         lasts_s=600.0,
         heartbeat_s=0.05,
         tick_s=0.25,

@@ -155,7 +155,7 @@ class User:
                 return 0
             result, failed, ended = found
             good = [at for at, (block,) in enumerate(blocks) if block not in failed]
-            if engine.settings.plant == "flip" and good:
+            if "flip" in engine.settings.plant and good:
                 engine.blocks[part].flip(first + good[-1])
             self._check(prompt, [answer.first_chunk + at for at in good], part, f"loaded from {tier}")
             reach = min(reach, result.chunks)
