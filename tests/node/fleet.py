@@ -77,13 +77,12 @@ class Engine:
         *,
         group: int | None = None,
     ) -> None:
+        token: str = "",
         self.namespace = namespace
-        self.scheduler = SchedulerClient(
-            socket_path=socket_path, engine=name, namespace=namespace, lookup_wait_s=1.0, group=group
-        )
+        shown: dict[str, Any] = {"socket_path": socket_path, "engine": name, "group": group, "token": token}
+        self.scheduler = SchedulerClient(namespace=namespace, lookup_wait_s=1.0, **shown)
         self.workers = [
-            WorkerClient(socket_path=socket_path, engine=name, rank=rank, namespace=namespace, group=group)
-            for rank in range(len(namespace.part_bytes))
+            WorkerClient(rank=rank, namespace=namespace, **shown) for rank in range(len(namespace.part_bytes))
         ]
 
     @property

@@ -355,6 +355,30 @@ def test_a_server_without_tls_never_sees_the_password(refused: Refused) -> None:
     assert PASSWORD.encode() not in heard
 
 
+def test_a_server_that_repeats_what_it_hears_does_not_put_the_password_into_a_message(
+    refused: Refused,
+) -> None:
+    """A test service, or a trap: each command comes back as if it were the reply."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def echo() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                with client, contextlib.suppress(OSError):
+                    while data := client.recv(1 << 16):
+                        client.sendall(data)
+
+    thread = threading.Thread(target=echo)
+    thread.start()
+    try:
+        refused(f"valkey://kvferry@127.0.0.1:{listener.getsockname()[1]}", PASSWORD)
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+
 @needs_redis
 def test_new_connections_read_replaced_certificates(tls: TlsServer, tmp_path: Path) -> None:
     mine = Issued(tmp_path / "cert.pem", tmp_path / "key.pem")
