@@ -177,6 +177,8 @@ REPLIES = (
     b"*2\r\n:1\r\n$1\r\na\r\n",
     b"*-1\r\n",
     b"_\r\n",
+    b"$16000000\r\nabc",
+    b"*60000\r\n$15000000\r\nabc",
     b"*1\r\n*1\r\n*1\r\n*1\r\n*1\r\n*0\r\n",
     SLOTS,
 )

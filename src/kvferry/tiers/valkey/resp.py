@@ -11,7 +11,8 @@ from kvferry.tiers.valkey.stream import DroppedError, Patience, Stream
 
 BUFFER_BYTES = 64 << 10
 MAX_LINE_BYTES = 8 << 10
-MAX_BULK_BYTES = 16 << 20
+MAX_REPLY_BYTES = 16 << 20  # of a whole reply with all that it holds
+ELEMENT_BYTES = 64  # what an element costs besides its bytes
 MAX_ARRAY = 1 << 16
 MAX_DEPTH = 8
 
@@ -89,6 +90,7 @@ class Reader:
         self._start = 0
         self._end = 0
         self._owed = False
+        self._room = 0
 
     @property
     def buffered(self) -> int:
@@ -162,9 +164,14 @@ class Reader:
             self._fill(patience, most + 2 - self.buffered)
         self.end_of_bulk(patience)
 
-    def reply(self, patience: Patience, *, depth: int = 0) -> Reply:
+    def reply(self, patience: Patience) -> Reply:
         """One reply of any kind. Error replies are returned, not raised."""
+        self._room = MAX_REPLY_BYTES
+        return self._element(patience, depth=0)
+
+    def _element(self, patience: Patience, *, depth: int) -> Reply:
         line = self.line(patience)
+        self._spend(len(line) + ELEMENT_BYTES)
         kind, rest = line[:1], line[1:]
         if kind == b"+":
             return rest
@@ -183,16 +190,23 @@ class Reader:
             return self._bulk(number, patience)
         if depth >= MAX_DEPTH or not 0 <= number <= MAX_ARRAY:
             raise ProtocolError(f"array of {number} elements at depth {depth} exceeds the limits")
-        return [self.reply(patience, depth=depth + 1) for _ in range(number)]
+        return [self._element(patience, depth=depth + 1) for _ in range(number)]
 
     def _bulk(self, count: int, patience: Patience) -> bytes:
-        if not 0 <= count <= MAX_BULK_BYTES:
-            raise ProtocolError(f"bulk string of {count} bytes exceeds the limit")
-        data = bytearray(count)
-        with memoryview(data) as view:
-            self.into(view, patience)
+        self._spend(count)
+        data = bytearray()
+        while len(data) < count:  # memory follows what arrives, not what is announced
+            piece = bytearray(min(count - len(data), BUFFER_BYTES))
+            self.into(memoryview(piece), patience)
+            data += piece
         self.end_of_bulk(patience)
         return bytes(data)
+
+    def _spend(self, nbytes: int) -> None:
+        """Take what an element needs from the reply's allowance, before it is allocated."""
+        if not 0 <= nbytes <= self._room:
+            raise ProtocolError(f"a reply exceeds {MAX_REPLY_BYTES} bytes: is this a Valkey server?")
+        self._room -= nbytes
 
 
 def parse_number(text: bytes) -> int:
