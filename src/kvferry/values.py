@@ -21,7 +21,7 @@ def parse_count(text: str | int, *, lowest: int, highest: int) -> int:
     """A whole number within bounds. Raises MisconfiguredError."""
     if isinstance(text, str) and not _COUNT.fullmatch(text.strip()):
         raise MisconfiguredError(f"{text!r} is not a whole number; give one from {lowest} to {highest}")
-    number = int(text)
+    number = int(text.strip() if isinstance(text, str) else text)
     if not lowest <= number <= highest:
         raise MisconfiguredError(f"{number} is outside {lowest} to {highest}")
     return number

@@ -377,7 +377,12 @@ def subjects(directory: Path) -> list[Subject]:
         Subject("maps of a Cluster", [SLOTS], _map),
         Subject(
             "redirections",
-            [b"-MOVED 3999 127.0.0.1:6381\r\n", b"-ASK 1 [::1]:6381\r\n", b"-MOVED 1 :7\r\n"],
+            [
+                b"-MOVED 3999 127.0.0.1:6381\r\n",
+                b"-ASK 1 [::1]:6381\r\n",
+                b"-MOVED 1 :7\r\n",
+                b"-MOVED 1 h:%b\r\n" % (b"1" * 5000),
+            ],
             _redirect,
         ),
         Subject("headers of parts", [HEADER], _header),
@@ -389,7 +394,10 @@ def subjects(directory: Path) -> list[Subject]:
             memory_bytes=4 << 20,
         ),
         Subject(
-            "environments", [b"64MiB\nvalkey://h\n500\nd\ntoken", b"1GB\nunix:///s"], _environment, cost=3
+            "environments",
+            [b"64MiB\nvalkey://h\n500\nd\ntoken", b"1GB\nunix:///s", b"1GB\n\n\x1f500\n"],
+            _environment,
+            cost=3,
         ),
         Subject("URLs", URLS, _url),
         Subject("engine settings", EXTRAS, _engine_settings, cost=3),

@@ -1,5 +1,6 @@
 """A Cluster's map of slots, as its servers tell it: CLUSTER SLOTS, and MOVED and ASK replies."""
 
+import re
 from typing import NamedTuple
 
 from kvferry.errors import MisconfiguredError
@@ -44,7 +45,7 @@ def parse_redirect(error: ServerError, *, asked: Address) -> Address | None:
     """The target of ``MOVED slot host:port`` or ``ASK slot host:port``; None if it makes no sense."""
     words = str(error).split()
     host, colon, port = words[2].rpartition(":") if len(words) >= 3 else ("", "", "")
-    if not colon or not (port.isascii() and port.isdigit()) or not 0 < int(port) <= 65535:
+    if not colon or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) <= 65535:
         return None
     return Address(host.strip("[]") or asked.host, int(port))
 
