@@ -1,7 +1,6 @@
 """Connectors of fake engines over one real node: both sides as vLLM drives them, without vLLM."""
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,10 +23,11 @@ from kvferry.engines.vllm.scheduler import SchedulerSide
 from kvferry.engines.vllm.transfers import Stream
 from kvferry.engines.vllm.worker import WorkerSide
 from kvferry.identity.domain import DomainKey
-from kvferry.node.counters import NodeStatistics
 from kvferry.node.node import Node
 from kvferry.testing.connector_contract import BLOCK_TOKENS
 from kvferry.testing.fake_engine import FakeEngine, Kv
+from kvferry.testing.holdings import at_rest
+from kvferry.testing.tier_calls import eventually
 
 LAYERS, BLOCK_BYTES = 3, 1024
 POOL_BYTES = 64 << 20
@@ -56,11 +56,12 @@ class HeldStream:
 
 
 class GatedStore:
-    """A worker's client whose loads can be held."""
+    """A worker's client whose loads and saves can be held."""
 
-    def __init__(self, client: WorkerClient, gate: threading.Event) -> None:
+    def __init__(self, client: WorkerClient, gate: threading.Event, saves: threading.Event) -> None:
         self.client = client
         self._gate = gate
+        self._saves = saves
 
     def load(self, ticket: LoadTicket) -> HeldStream:
         return HeldStream(self.client.load(ticket), self._gate)
@@ -68,7 +69,9 @@ class GatedStore:
     def reserve(
         self, prefix: Sequence[bytes], wanted: Sequence[bytes], *, part: int, timeout_s: float
     ) -> list[ReservedSlot]:
-        return self.client.reserve(prefix, wanted, part=part, timeout_s=timeout_s)
+        slots = self.client.reserve(prefix, wanted, part=part, timeout_s=timeout_s)
+        self._saves.wait()
+        return slots
 
     def commit(self, part: int, filled: Sequence[tuple[bytes, tuple[bytes, ...]]]) -> None:
         self.client.commit(part, filled)
@@ -104,14 +107,20 @@ class SideFleet:
         self._stack = stack
         self._chunk_blocks = chunk_blocks
         self._gate = threading.Event()
-        self._gate.set()
+        self._saves = threading.Event()
+        for gate in (self._gate, self._saves):
+            gate.set()
         self._stores: list[GatedStore] = []
         self._schedulers: dict[int, tuple[SchedulerSide, Pins]] = {}
-        self.node = Node(
-            NodeSettings(pool_bytes=POOL_BYTES, socket_path=directory / "n.sock", metrics_port=0)
-        )
-        stack.callback(self.node.close)
+        self._workers: dict[int, list[WorkerSide]] = {}
+        self._settings = NodeSettings(pool_bytes=POOL_BYTES, socket_path=directory / "n.sock", metrics_port=0)
+        self._start_node()
+
+    def _start_node(self) -> None:
+        self.node = Node(self._settings)
+        self._stack.callback(self.node.close)
         self.node.start()
+        self._node_runs = True
 
     def engine(self, *, blocks: int = 64, ranks: int = 1, tokens_per_step: int = 64) -> FakeEngine:
         geometry = ChunkGeometry(BLOCK_TOKENS, BLOCK_TOKENS * self._chunk_blocks)
@@ -162,13 +171,14 @@ class SideFleet:
         )
         pins.bind(engine.pool)
         self._schedulers[id(engine)] = (scheduler, pins)
+        self._workers[id(engine)] = workers
         return engine
 
     def _connect(self, assignment: Assignment, rank: int) -> GatedStore:
         client = WorkerClient(
             socket_path=assignment.socket, engine=assignment.engine, rank=rank, namespace=assignment.namespace
         )
-        store = GatedStore(client, self._gate)
+        store = GatedStore(client, self._gate, self._saves)
         self._stores.append(store)
         return store
 
@@ -179,28 +189,40 @@ class SideFleet:
         _, pins = self._schedulers[id(engine)]
         engine.run(lambda: not pins.pending and not engine.requests)
 
-    def node_is_idle(self) -> None:
-        """Fails while the node holds a pin, a load or a reservation of any engine."""
-        self._wait_for(lambda at: not (at.loads or at.catalogue.pins or at.catalogue.filling_parts))
-
-    def _wait_for(self, done: Callable[[NodeStatistics], bool]) -> None:
-        give_up = time.monotonic() + 20
-        while not done(found := self.node.statistics()):
-            if time.monotonic() > give_up:
-                raise AssertionError(f"the node still holds something: {found}")
-            time.sleep(0.005)
+    def at_rest(self) -> None:
+        """Fails while the node holds anything of any engine."""
+        if self._node_runs:
+            at_rest(self.node)
 
     def stop_node(self) -> None:
+        self._node_runs = False
         self.node.close()
+
+    def restart_node(self) -> None:
+        self.stop_node()
+        self._start_node()
+
+    def kill_engine(self, engine: FakeEngine) -> None:
+        """Its connections end without a word; then what is left of its threads is ended too."""
+        for worker in self._workers[id(engine)]:
+            store = worker._store
+            assert isinstance(store, GatedStore)
+            store.client.close()
+        scheduler, _ = self._schedulers[id(engine)]
+        scheduler.close()
 
     def damage_node(self) -> None:
         mapping = self._stores[0].client.mapping
         assert mapping is not None
         pool = np.frombuffer(mapping.view(0, POOL_BYTES), dtype=np.uint8)
         # Not while a slot is being filled: its writer would sign the damage. And never back to what it was.
-        self._wait_for(lambda found: not found.catalogue.filling_parts)
+        eventually(lambda: not self.node.statistics().catalogue.filling_parts, "no slot that is being filled")
         pool += 1
 
     def hold_loads(self) -> Callable[[], None]:
         self._gate.clear()
         return self._gate.set
+
+    def hold_saves(self) -> Callable[[], None]:
+        self._saves.clear()
+        return self._saves.set

@@ -25,26 +25,6 @@ class TestBlockSizedChunks(ConnectorContract):
         first.complete(request)
         assert request.external_tokens == 0
 
-    def test_a_chunk_that_the_engine_has_in_part_is_loaded_in_its_rest_only(self, fleet: SideFleet) -> None:
-        first, second = fleet.engine(), fleet.engine()
-        self._store(fleet, first, Prompt(42))
-        second.complete(second.add(Prompt(17).request("short")))
-        request = second.add(Prompt(42).request("long"))
-        second.complete(request)
-        assert request.external_tokens == 40 - 16
-
-    def test_what_the_engine_holds_is_stored_again_after_the_node_lost_it(self, fleet: SideFleet) -> None:
-        first, second = fleet.engine(), fleet.engine()
-        self._store(fleet, first, Prompt(42))
-        fleet.damage_node()
-        request = second.add(Prompt(42).request("b"))
-        second.complete(request)
-        fleet.settle(second)
-        third = fleet.engine()
-        again = third.add(Prompt(42).request("c"))
-        third.complete(again)
-        assert again.external_tokens == 40
-
     def test_counts_tell_hits_from_misses(self, fleet: SideFleet) -> None:
         first, second = fleet.engine(), fleet.engine()
         self._store(fleet, first, Prompt(42))
@@ -61,16 +41,6 @@ class TestLargeChunks(ConnectorContract):
     @pytest.fixture
     def fleet(self, tmp_path: Path, stack: ExitStack) -> SideFleet:
         return SideFleet(tmp_path, stack, chunk_blocks=2)
-
-    def test_decoded_tokens_are_stored_too(self, fleet: SideFleet) -> None:
-        first, second = fleet.engine(), fleet.engine()
-        turn = first.add(Prompt(10).request("a", output_tokens=12))
-        first.complete(turn)
-        fleet.settle(first)
-        request = second.add(Prompt(10).request("b"))
-        request.all_token_ids[:] = turn.all_token_ids[:21]
-        second.complete(request)
-        assert request.external_tokens == 16
 
     def test_a_half_present_chunk_is_completed(self, fleet: SideFleet) -> None:
         first, second = fleet.engine(), fleet.engine()

@@ -67,4 +67,4 @@ def test_random_life_keeps_bytes_right_and_returns_everything(
             fleet.settle(engine)
             assert len(engine.pool.free) == len(engine.pool.blocks)
             assert engine.pool.reset()
-        fleet.node_is_idle()
+        fleet.at_rest()
