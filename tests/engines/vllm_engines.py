@@ -15,9 +15,12 @@ from typing import Any
 
 from tests.engines.vllm_driver import MARK
 
+from kvferry.client.admin import AdminClient
+from kvferry.errors import KvferryError
+
 START_S = 240.0
 ANSWER_S = 120.0
-STOP_S = 30.0
+STOP_S = 60.0
 ROOT = Path(__file__).parents[2]
 
 
@@ -63,13 +66,31 @@ class Engine:
 
     def ask(self, verb: str, **options: Any) -> Any:
         """One call of the driver."""
+        self.begin(verb, **options)
+        return self.end()
+
+    def begin(self, verb: str, **options: Any) -> None:
+        """The first half of a call: what breaks meanwhile breaks during it."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": verb, **options}).encode() + b"\n")
         self._process.stdin.flush()
+
+    def end(self) -> Any:
+        """The second half: wait for the answer."""
         found = self._answer(ANSWER_S)
         if isinstance(found, dict) and "error" in found:
             raise EngineError(found["error"])
         return found
+
+    def answered(self) -> bool:
+        """Whether ``end`` would return at once."""
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        while select.select([descriptor], [], [], 0)[0]:
+            more = os.read(descriptor, 1 << 16)
+            assert more, f"the engine ended; {self.log}:\n{self.text()[-3000:]}"
+            self._buffer += more
+        return any(line.startswith(MARK.encode()) for line in self._buffer.split(b"\n")[:-1])
 
     def generate(self, prompt: list[int], **options: Any) -> dict[str, Any]:
         """One request's tokens, and how many of its prompt were not computed."""
@@ -109,6 +130,11 @@ class Engine:
                 assert more, f"the engine ended; {self.log}:\n{self.text()[-3000:]}"
                 self._buffer += more
 
+    def kill(self) -> None:
+        """All of it at once, as the kernel would."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
     def close(self) -> None:
         """End it and everything it started."""
         if self._process.stdin is not None:
@@ -129,7 +155,8 @@ class NodeProcess:
 
     def __init__(self, directory: Path, *, pool: str = "256MiB") -> None:
         self.socket = directory / "node.sock"
-        self._log = (directory / "node.log").open("ab")
+        self.log = directory / "node.log"
+        self._sink = self.log.open("ab")
         self._pool = pool
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -138,18 +165,32 @@ class NodeProcess:
         command = [sys.executable, "-m", "kvferry", "node", "--socket", str(self.socket)]
         command += ["--pool", self._pool, "--metrics-port", "0"]
         self._process = subprocess.Popen(
-            command, stdout=self._log, stderr=self._log, env=environment(), cwd=ROOT
+            command, stdout=self._sink, stderr=self._sink, env=environment(), cwd=ROOT
         )
-        give_up = time.monotonic() + 20
-        while not self.socket.exists():
-            assert time.monotonic() < give_up and self._process.poll() is None, "the node did not start"
+        give_up = time.monotonic() + START_S
+        while not self._answers(self._process.pid):
+            assert time.monotonic() < give_up and self._process.poll() is None, self.text()
             time.sleep(0.02)
+
+    def _answers(self, pid: int) -> bool:
+        """Whether this very node does: the socket file of one that was killed is still there."""
+        with contextlib.suppress(KvferryError), AdminClient(self.socket) as admin:
+            return admin.welcome.pid == pid
+        return False
+
+    def text(self) -> str:
+        """Its log so far."""
+        return self.log.read_text(errors="replace")
+
+    def told(self) -> str:
+        """What it says of itself and of the latest requests, for a test that failed."""
+        with AdminClient(self.socket) as admin:
+            return json.dumps({"status": admin.status(), "requests": admin.explain("")[:4]}, indent=1)
 
     def chunks(self) -> int:
         """How many it has in host memory."""
-        command = [sys.executable, "-m", "kvferry", "status", "--socket", str(self.socket), "--json"]
-        found = subprocess.run(command, env=environment(), cwd=ROOT, check=True, capture_output=True)
-        return int(json.loads(found.stdout)["catalogue"]["chunks"])
+        with AdminClient(self.socket) as admin:
+            return int(admin.status()["catalogue"]["chunks"])
 
     def kill(self) -> None:
         """As the kernel would."""
@@ -167,8 +208,8 @@ class NodeProcess:
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGCONT)
             self._process.terminate()
-            self._process.wait(20)
-        self._log.close()
+            self._process.wait(STOP_S)
+        self._sink.close()
 
 
 def arguments(model: Path, socket: Path, **more: Any) -> dict[str, Any]:
