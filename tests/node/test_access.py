@@ -18,6 +18,7 @@ GROUP = 54100
 OWNER = User(54001, 54001, (GROUP,))
 MEMBER = User(54002, 54002, (54007, GROUP))
 MEMBER_BY_ITS_OWN_GROUP = User(54003, GROUP)
+ROOT = User(0, 0)
 STRANGER = User(54004, 54004, (54007,))
 
 pytestmark = pytest.mark.skipif(
@@ -92,6 +93,14 @@ def test_an_engine_of_a_member_shares_the_pool(start_node: StartNode, user: User
     path = start_node("--group", str(GROUP))
     code, out, err = user.run("engine", str(path), str(GROUP))
     assert (code, out) == (0, "complete\n"), err
+
+
+def test_a_node_of_root_serves_the_members_of_a_group(start_node: StartNode, place: Path) -> None:
+    os.chown(place, 0, 0)
+    path = start_node("--group", str(GROUP), user=ROOT)
+    code, out, err = MEMBER.run("engine", str(path), str(GROUP))
+    assert (code, out) == (0, "complete\n"), err
+    assert STRANGER.run("knock", str(path))[:2] == (1, "PermissionError\n")
 
 
 def test_a_member_asks_for_the_status_by_naming_the_group(start_node: StartNode) -> None:

@@ -1,9 +1,11 @@
 """Servers shared by the tests of tiers: started once, emptied before each test that uses them."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests.servers import Cluster, Server, running_cluster, running_server
+from tests.tiers.admission import Refusing
 
 from kvferry.tiers.valkey.tier import ValkeyTier
 
@@ -45,3 +47,8 @@ def cluster_tier(cluster: Cluster) -> Iterator[ValkeyTier]:
     made = ValkeyTier.connect(cluster.settings())
     yield made
     made.close()
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refusing:
+    return Refusing(tmp_path, capsys, monkeypatch)

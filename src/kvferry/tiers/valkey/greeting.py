@@ -16,6 +16,8 @@ from kvferry.tiers.valkey.topology import SlotRange, parse_slots
 from kvferry.tiers.valkey.url import Address
 
 _VERSIONS = ("valkey_version", "redis_version")
+MAX_SHARDS_CHECKED = 16
+_SHOWN = 3
 _PROBE_KEY = f"{KEY_PREFIX}probe".encode()
 _COMMAND_DENIED = "permissions to run"  # the other NOPERM is about a key
 
@@ -69,7 +71,50 @@ def _inspect(seed: Address, settings: ValkeySettings, *, tls: Tls | None, deadli
             raise _forbidden(seed, settings, denied)
     finally:
         connection.close()
+    if topology:
+        _check_shards(topology, seed, settings, tls=tls, deadline=deadline)
     return ServerReport(topology, _detail(facts, topology))
+
+
+def _check_shards(
+    topology: Sequence[SlotRange],
+    seed: Address,
+    settings: ValkeySettings,
+    *,
+    tls: Tls | None,
+    deadline: float,
+) -> None:
+    """Users and certificates are each server's own, and the map may name what nobody reaches from here.
+
+    One shard that is down is no reason not to start. Raises MisconfiguredError.
+    """
+    addresses = list(dict.fromkeys(slots.address for slots in topology))
+    others = [address for address in addresses if address != seed][:MAX_SHARDS_CHECKED]
+    answered = len(addresses) - len(others)  # the seed, where it is one, and those that are not asked
+    failure = ""
+    for number, address in enumerate(others):
+        now = time.monotonic()
+        share_s = (deadline - now) / (len(others) - number)
+        try:
+            connection = Connection.open(address, settings, tls=tls, deadline=now + share_s)
+            try:
+                denied = _denied(connection, Until(now + share_s), clustered=True)
+            finally:
+                connection.close()
+        except MisconfiguredError as error:
+            raise MisconfiguredError(f"a shard of {seed}: {error}") from error
+        except KvferryError as error:
+            failure = str(error)
+            continue
+        if denied:
+            raise _forbidden(address, settings, denied)
+        answered += 1
+    if not answered:
+        raise MisconfiguredError(
+            f"{seed}: its Cluster names {', '.join(map(str, others[:_SHOWN]))}, where nobody answers: "
+            f"{failure}: set cluster-announce-ip or -hostname, the ports and tls-cluster there to what nodes "
+            "can reach"
+        )
 
 
 def _topology(

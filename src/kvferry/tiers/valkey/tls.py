@@ -76,6 +76,9 @@ class Tls:
             if complaint:
                 raise MisconfiguredError(complaint) from error
             raise
+        except TimeoutError:
+            sock.close()
+            raise
         except (OSError, ValueError) as error:
             sock.close()
             raise OSError(str(error) or type(error).__name__) from error
