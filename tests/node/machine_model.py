@@ -62,9 +62,7 @@ class Loading:
     deadline: float
     places: dict[tuple[int, int], Place] = field(default_factory=dict[tuple[int, int], Place])
     given: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
-    joined: dict[tuple[Peer, int], int] = field(
-        default_factory=dict[tuple[Peer, int], int]
-    )  # end that was told
+    joined: dict[tuple[Peer, int], int] = field(default_factory=dict[tuple[Peer, int], int])
 
     def key(self, chunk: int, part: int) -> PartKey:
         """The name of a place."""
@@ -107,6 +105,15 @@ class Model:
         self.saves: Counter[str] = Counter()
         self.expired_loads = 0
         self.ending: list[Loading] = []  # whose end was asked for
+
+    def restart(self) -> None:
+        """The node process is killed and comes back; what clients hold is of another epoch."""
+        self.stale += self.loads
+        for peer in self.peers:
+            peer.alive = False
+        self.world.close()
+        self.epoch += 1
+        self.begin()
 
     # ---- what happens
 
@@ -253,7 +260,7 @@ class Model:
         for asked in self.asked.values():
             assert now < asked.bound, "a lookup without an answer"
         for loading in self.loads.values():
-            self._is_in_time(loading)
+            self._is_told(loading)
         self._counts_add_up()
         self._nothing_waits_for_the_next_event()
 
@@ -299,13 +306,14 @@ class Model:
             f"{where} has wrong bytes"
         )
 
-    def _is_in_time(self, loading: Loading) -> None:
-        """Past its deadline, everyone who listens has everything, or knows that it will not come."""
-        if self.clock.now < loading.deadline:
-            return
-        every = range(loading.first_chunk, loading.first_chunk + len(loading.chunks))
-        for (_, part), end in loading.joined.items():
-            assert all((chunk, part) in loading.given for chunk in every if chunk < end), "a load without end"
+    def _is_told(self, loading: Loading) -> None:
+        """Everyone who listens knows where the load ends, and past its deadline has all that is before it."""
+        end = loading.first_chunk + self.world.app.loads._loads[loading.load_id].load.end
+        for (_, part), told in loading.joined.items():
+            assert told == end, f"the load ends at {end}, a worker was told {told}"
+            before = range(loading.first_chunk, end)
+            late = self.clock.now >= loading.deadline
+            assert not late or all((chunk, part) in loading.given for chunk in before), "a load without end"
 
     def is_counted(self, reason: Reason) -> None:
         """A failure that someone was told of has a counter with its name."""
@@ -335,7 +343,7 @@ class Model:
     def _nothing_waits_for_the_next_event(self) -> None:
         """A load that could go on was not forgotten: looking at all of them again changes nothing."""
         before = self.world.app.loads.fetches
-        self.world.app.loads.room_changed()
+        self.world.app.loads._room_changed = True
         self.world.loop.turn(0.0)
         assert self.world.app.loads.fetches == before
         assert not any(isinstance(message, PartsReady | LoadEnded) for p in self.peers for message in p.inbox)

@@ -113,10 +113,14 @@ class ScriptedTier:
     def touch(self, refs: Sequence[PartRef]) -> None:
         """See the contract."""
 
-    def remove(self, refs: Sequence[PartRef]) -> None:
+    def remove(
+        self, refs: Sequence[PartRef], *, done: Callable[[Sequence[Outcome]], None] | None = None
+    ) -> None:
         """See the contract."""
         for ref in refs:
             self.values.pop(ref.key, None)
+        if done is not None:
+            done([Outcome.OK for _ in refs])
 
     def statistics(self) -> TierStatistics:
         """See the contract."""

@@ -19,7 +19,7 @@ from kvferry.pool.catalogue import Catalogue
 from kvferry.pool.slots import PAGE_BYTES, SlotAllocator
 
 SLAB_BYTES = 4 * PAGE_BYTES
-POOL_BYTES = 6 * SLAB_BYTES
+POOL_BYTES = 7 * SLAB_BYTES
 DEADLINE_CAP_S = 4.0
 MAX_TURNS = 50  # that one event may lead to before the node counts as spinning
 READER = 3  # an owner that nothing in the node uses
@@ -28,10 +28,10 @@ WIDE = Namespace(b"test" + b"w" * 12, (PAGE_BYTES - 5, 0, 2 * PAGE_BYTES), 16, "
 ODD = Namespace(b"test" + b"o" * 12, (3 * PAGE_BYTES - 7,), 16, "test", "one part")
 SPACES = (WIDE, ODD)
 
-_DIGESTS = [bytes([index]) * 32 for index in range(10)]
-PROMPTS = (_DIGESTS[:6], [*_DIGESTS[:2], *_DIGESTS[6:9]], [_DIGESTS[9]])
+DIGESTS = [bytes([index]) * 32 for index in range(10)]
+PROMPTS = (DIGESTS[:6], [*DIGESTS[:2], *DIGESTS[6:9]], [DIGESTS[9]])
 KEYS = [
-    PartKey(space.namespace, digest, part) for space in SPACES for digest in _DIGESTS for part in space.parts
+    PartKey(space.namespace, digest, part) for space in SPACES for digest in DIGESTS for part in space.parts
 ]
 
 

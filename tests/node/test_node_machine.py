@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.node.machine_clients import Clients, nonsense
 from tests.node.machine_model import Loading, space_of
 from tests.node.machine_tier import Value
-from tests.node.machine_world import CHECKSUMS, CONTENT, KEYS, PROMPTS
+from tests.node.machine_world import CHECKSUMS, CONTENT, DIGESTS, KEYS, PROMPTS
 from tests.runs import runs
 
 from kvferry.identity.names import PartKey
@@ -23,7 +23,8 @@ pytestmark = pytest.mark.long
 which = st.integers(0, 11)
 prompts = st.integers(0, len(PROMPTS) - 1)
 chunk_counts = st.integers(1, 6)
-odd_endings = st.sampled_from([Outcome.MISS, Outcome.CORRUPT, Outcome.REFUSED, Outcome.LATE, Outcome.FAILED])
+failures = [Outcome.MISS, Outcome.CORRUPT, Outcome.REFUSED, Outcome.LATE, Outcome.FAILED]
+odd_endings = st.sampled_from(failures)
 SECONDS = (0.01, 0.01, 0.01, 0.3, 0.3, 1.1, 3.1, 5.0, 61.0, 130.0)
 MAX_PEERS = 8
 
@@ -40,11 +41,11 @@ class NodeMachine(RuleBasedStateMachine):
         super().__init__()
         self.model = Clients(with_tier=self.with_tier)
 
-    @initialize(missing=st.integers(0, 5))
-    def another_host_stored(self, missing: int) -> None:
-        """The tier holds a prompt, or the end of one."""
+    @initialize(hole=st.integers(1, 8))
+    def another_host_stored(self, hole: int) -> None:
+        """The tier holds two prompts, but for one chunk."""
         for key in KEYS:
-            if self.model.tier is not None and key.chunk in PROMPTS[0][missing:]:
+            if self.model.tier is not None and key.chunk not in (DIGESTS[hole], *PROMPTS[2]):
                 self.model.tier.values[key] = Value(key, CONTENT[key], CHECKSUMS[key])
 
     def loading(self, number: int) -> Loading:
@@ -78,12 +79,25 @@ class NodeMachine(RuleBasedStateMachine):
             who, space_of(space), chunks, first=reach[0], wait_s=wait_s, cap_s=cap_s, per_token_s=per_token_s
         )
 
-    @rule(who=which, space=which, prompt=prompts, chunks=chunk_counts)
-    def find(self, who: int, space: int, prompt: int, chunks: int) -> None:
-        """Ask for a prefix, of a tier that answers at once and truly."""
-        probe = self.model.ask(who, space_of(space), PROMPTS[prompt][:chunks])
-        if probe is not None and self.model.tier is not None:
-            self.model.tier.answer(probe, None, 0)
+    @rule(who=which, space=which, prompt=prompts, chunks=chunk_counts, stages=st.integers(1, 5))
+    def request(self, who: int, space: int, prompt: int, chunks: int, stages: int) -> None:
+        """A request as it should go, but for its last stages."""
+        model, wanted = self.model, space_of(space)
+        probe = model.ask(who, wanted, PROMPTS[prompt][:chunks])
+        if probe is not None and model.tier is not None:
+            model.tier.answer(probe, None, 0)
+        before = set(model.loads)
+        model.check()
+        for loading in [loading for load_id, loading in model.loads.items() if load_id not in before]:
+            for part in wanted.parts if stages > 1 else ():
+                model.join(part, loading, part)
+            for fetch in list(model.tier.fetches) if stages > 2 and model.tier is not None else ():
+                model.tier.finish(fetch, None)
+            model.check()
+            for at in list(loading.places) if stages > 3 else ():
+                model.copy(at[1], loading, at)
+            if stages > 4 and loading.load_id in model.loads:
+                model.end(loading)
 
     @precondition(lambda self: self.model.loads)
     @rule(load=which)
@@ -138,13 +152,27 @@ class NodeMachine(RuleBasedStateMachine):
 
     # ---- the tier
 
-    @precondition(lambda self: self.model.tier is not None and self.model.tier.probes)
-    @rule(number=which, odd=st.sampled_from([None, None, None, *Outcome]), at=which)
-    def answer_probe(self, number: int, odd: Outcome | None, at: int) -> None:
-        """Truthfully, or with one part unknown, gone, or not there after all."""
+    @precondition(
+        lambda self: self.model.tier is not None and (self.model.tier.probes or self.model.tier.stores)
+    )
+    @rule()
+    def settle_the_tier(self) -> None:
+        """It answers all questions truly, and stores what it was given."""
         tier = self.model.tier
         assert tier is not None
-        tier.answer(tier.probes[number % len(tier.probes)], odd, at)
+        for probe in list(tier.probes):
+            tier.answer(probe, None, 0)
+        self.model.world.settle()
+        for store in list(tier.stores):
+            tier.stored(store, None)
+
+    @precondition(lambda self: self.model.tier is not None and self.model.tier.probes)
+    @rule(number=which, odd=st.sampled_from([None, None, None, Outcome.OK, *failures]), at=which)
+    def answer_probe(self, number: int, odd: Outcome | None, at: int) -> None:
+        """Truthfully, or with one part unknown, gone, or not there after all. One of the latest questions."""
+        tier = self.model.tier
+        assert tier is not None
+        tier.answer(tier.probes[-1 - number % min(3, len(tier.probes))], odd, at)
 
     @precondition(lambda self: self.model.tier is not None and self.model.tier.fetches)
     @rule(number=which, count=chunk_counts)
@@ -206,7 +234,9 @@ class NodeMachine(RuleBasedStateMachine):
             tier.damage(list(tier.values)[number % len(tier.values)], how)
 
     @rule(
-        how=st.sampled_from(["end", "join", "corrupt", "copied", "commit", "abandon", "drop", "nonsense"]),
+        how=st.sampled_from(
+            ["end", "join", "corrupt", "copied", "commit", "abandon", "drop", "nonsense", "restart"]
+        ),
         role=st.sampled_from([Role.SCHEDULER, Role.WORKER]),
         who=which,
         load=which,
@@ -214,7 +244,7 @@ class NodeMachine(RuleBasedStateMachine):
         odd=st.integers(0, 6),
     )
     def do_wrong(self, how: str, role: Role, who: int, load: int, space: int, odd: int) -> None:
-        """What a correct client would not say now, or of that."""
+        """What a correct client would not say now, or of that; or the node dies."""
         model, wanted = self.model, space_of(space)
         stale = model.stale[load % len(model.stale)]
         loading = self.loading(load) if model.loads else None
@@ -234,6 +264,8 @@ class NodeMachine(RuleBasedStateMachine):
             model.finish(who, keys, kept=how == "commit")
         elif how == "drop":
             model.tell(Role.ADMIN, 0, DropQuery(tier="memory", namespace=wanted.namespace if odd else b""))
+        elif how == "restart" and odd > 3:
+            model.restart()
         else:
             load_id = loading.load_id if loading is not None else stale
             model.tell(role, who, nonsense(wanted, PROMPTS[0][0], load_id=load_id, epoch=model.epoch)[odd])

@@ -1,0 +1,177 @@
+"""The node's state machine finds defects: each of these is planted into the node, and must be found."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from tests.node.machine_world import CHECKSUMS
+from tests.node.test_node_machine import STEPS, NodeMachine
+
+from kvferry.identity.names import PartKey
+from kvferry.node import lookups, saves
+from kvferry.node.fetches import FetchTable
+from kvferry.node.loading import Loads
+from kvferry.node.lookups import Lookups
+from kvferry.node.saves import Saves
+from kvferry.node.state import FETCHER, WRITER
+from kvferry.node.wire import Reason
+from kvferry.pool.catalogue import Catalogue
+from kvferry.pool.policy import RecencyQueue
+from kvferry.tiers.contract import Outcome
+
+MAX_EXAMPLES = 500
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def publish_before_the_fetch_has_ended(patch: pytest.MonkeyPatch) -> None:
+    """A slot is a reader's while the tier still writes to it."""
+    fetch = Loads._fetch
+
+    def eager(self: Loads, live: Any, batch: Any, items: Sequence[Any]) -> None:
+        fetch(self, live, batch, items)
+        for item in items:
+            self._state.catalogue.commit(item.ref.key, FETCHER, CHECKSUMS[item.ref.key])
+
+    patch.setattr(Loads, "_fetch", eager)
+
+
+def give_a_cancelled_fetchs_slot_away(patch: pytest.MonkeyPatch) -> None:
+    """The tier was asked to stop, and is taken to have stopped."""
+    leave, catalogues = FetchTable.leave, []
+    make = Catalogue.__init__
+
+    def remember(self: Catalogue, *args: Any) -> None:
+        make(self, *args)
+        catalogues[:] = [self]
+
+    def hasty(self: FetchTable, key: PartKey, waiter: Any) -> Any:
+        batch = leave(self, key, waiter)
+        if batch is not None:
+            catalogues[0].retire(key, FETCHER)
+            catalogues[0].release_owner(FETCHER)
+        return batch
+
+    patch.setattr(Catalogue, "__init__", remember)
+    patch.setattr(FetchTable, "leave", hasty)
+
+
+def forget_that_a_lost_engine_may_still_write(patch: pytest.MonkeyPatch) -> None:
+    """Its slots are free the moment its connection is gone."""
+    patch.setattr(saves, "QUARANTINE_S", 0.0)
+
+
+def free_a_slot_when_its_reservation_expires(patch: pytest.MonkeyPatch) -> None:
+    """A stopped engine goes on and writes into another's slot."""
+    retire = Catalogue.retire
+
+    def generous(self: Catalogue, key: PartKey, owner: int) -> int:
+        offset = retire(self, key, owner)
+        self.reclaim(offset, owner)
+        return offset
+
+    patch.setattr(Catalogue, "retire", generous)
+
+
+def evict_what_is_pinned(patch: pytest.MonkeyPatch) -> None:
+    """The pool's order of eviction does not look at pins."""
+
+    def blind(self: RecencyQueue) -> Any:
+        return next(iter(self._linked), None)
+
+    patch.setattr(RecencyQueue, "coldest", blind)
+
+
+def forget_the_pins_of_an_owner(patch: pytest.MonkeyPatch) -> None:
+    """What a load holds when it ends stays pinned for ever."""
+    release = Catalogue.release_owner
+
+    def forgetful(self: Catalogue, owner: int) -> None:
+        holdings = self._owners.get(owner)
+        if holdings is None or not holdings.pins:
+            release(self, owner)
+
+    patch.setattr(Catalogue, "release_owner", forgetful)
+
+
+def tell_nobody_where_a_load_ends(patch: pytest.MonkeyPatch) -> None:
+    """A worker waits for a part that will not come."""
+    patch.setattr(Loads, "_say_end", lambda self, live, part, listeners: None)
+
+
+def count_a_failure_as_a_miss(patch: pytest.MonkeyPatch) -> None:
+    """A tier that is down has nothing, they say."""
+    for outcome in (Outcome.REFUSED, Outcome.FAILED, Outcome.LATE):
+        patch.setitem(lookups._UNKNOWN, outcome, Reason.ABSENT)
+
+
+def let_a_lookup_wait_for_the_tier(patch: pytest.MonkeyPatch) -> None:
+    """Its bounded wait ends, and nothing happens."""
+    patch.setattr(Lookups, "_probe_late", lambda self, lookup: None)
+
+
+def let_a_load_wait_for_the_tier(patch: pytest.MonkeyPatch) -> None:
+    """Its deadline passes, and nothing happens."""
+    patch.setattr(Loads, "_watch", lambda self, live: None)
+
+
+def give_a_stored_part_up_while_the_tier_reads_it(patch: pytest.MonkeyPatch) -> None:
+    """The write-back lets go of a part when it hands it to the tier."""
+    done, checked = Saves._done_with, Saves._checked
+
+    def early(self: Saves, batch: Sequence[Any], outcomes: Sequence[Outcome]) -> None:
+        checked(self, batch, outcomes)
+        for unsaved, outcome in zip(batch, outcomes, strict=True):
+            if outcome in (Outcome.MISS, Outcome.CORRUPT):
+                self._state.catalogue.unpin(unsaved.ref.key, WRITER)
+
+    def late(self: Saves, unsaved: Any) -> None:
+        self._state.catalogue.pin(unsaved.ref.key, WRITER)
+        done(self, unsaved)
+
+    patch.setattr(Saves, "_checked", early)
+    patch.setattr(Saves, "_done_with", late)
+
+
+def sleep_through_a_change(patch: pytest.MonkeyPatch) -> None:
+    """Pins end elsewhere, and a load that waits for room is not looked at."""
+    patch.setattr(Loads, "room_changed", lambda self: None)
+
+
+PLANTED: tuple[Plant, ...] = (
+    publish_before_the_fetch_has_ended,
+    give_a_cancelled_fetchs_slot_away,
+    forget_that_a_lost_engine_may_still_write,
+    free_a_slot_when_its_reservation_expires,
+    evict_what_is_pinned,
+    forget_the_pins_of_an_owner,
+    tell_nobody_where_a_load_ends,
+    count_a_failure_as_a_miss,
+    let_a_lookup_wait_for_the_tier,
+    let_a_load_wait_for_the_tier,
+    give_a_stored_part_up_while_the_tier_reads_it,
+    sleep_through_a_change,
+)
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+def test_a_planted_defect_is_found_with_what_reproduces_it(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    quick = settings(
+        STEPS,
+        max_examples=MAX_EXAMPLES,
+        phases=[Phase.generate],
+        database=None,
+        derandomize=True,
+        report_multiple_bugs=False,
+    )
+    with pytest.raises(Exception) as found:
+        run_state_machine_as_test(NodeMachine, settings=quick)
+    story = "\n".join(found.value.__notes__)
+    assert "state = NodeMachine()" in story
+    assert "state.teardown()" in story
+    assert "@reproduce_failure(" in story
