@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.node.fleet import Engine, digests
 
 from kvferry import __version__
 from kvferry.cli.main import MAX_LINE, main
+from kvferry.client.messages import NamespaceInfo
 from kvferry.config import NodeSettings
 from kvferry.node.framing import encode
 from kvferry.node.node import Node
@@ -215,6 +217,28 @@ def test_what_programs_read_is_json(capsys: pytest.CaptureFixture[str], tmp_path
         for question, code in ((["status"], 0), (["explain", "x"], 1), (["drop", "memory"], 0)):
             assert main([*question, "--json", "--socket", str(path)]) == code
             json.loads(capsys.readouterr().out)
+    finally:
+        node.close()
+
+
+def test_names_that_engines_and_api_clients_choose_cannot_speak_to_the_terminal(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    evil = "\x1b]0;x\x07\nvalkey    1 chunk\u202e"
+    node = Node(NodeSettings(pool_bytes=64 << 20, socket_path=tmp_path / "s", metrics_port=0))
+    try:
+        node.start()
+        space = NamespaceInfo(b"n" * 16, (1 << 20,), 128, f"d{evil}", f"l{evil}")
+        engine = Engine(tmp_path / "s", space, name=f"e{evil}")
+        try:
+            engine.connected().lookup(digests(1), f"r{evil}")
+            for question in (["status"], ["status", "--json"], ["explain", "r"], ["explain", "r", "--json"]):
+                assert main([*question, "--socket", str(tmp_path / "s")]) == 0
+                out = capsys.readouterr().out
+                assert out.replace("\n", "").isprintable()
+                assert not [line for line in out.splitlines() if line.startswith("valkey    1 chunk")]
+        finally:
+            engine.close()
     finally:
         node.close()
 

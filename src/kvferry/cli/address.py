@@ -66,11 +66,26 @@ def node_socket(text: str, *, group: int | None = None) -> Path:
 
 
 def rendered(render: Callable[[dict[str, Any]], str], document: dict[str, Any], *, version: str) -> str:
-    """The node's answer as text. Raises RefusedError when a node of ``version`` answers otherwise."""
+    """The node's answer as text. Raises RefusedError when a node of ``version`` answers otherwise.
+
+    Names and request ids come from engines and from clients of the API: what a terminal would take for a
+    command, or for a line of its own, is shown as its code.
+    """
     try:
-        return render(document)
+        return render(_printable(document))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RefusedError(
             f"the answer of a node of version {version} does not fit kvferry {__version__} "
             f"({type(error).__name__}: {error}); install one version, or use --json"
         ) from error
+
+
+def _printable(value: Any) -> Any:
+    """The same document with harmless texts."""
+    if isinstance(value, str):
+        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value)
+    if isinstance(value, dict):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_printable(item) for item in value]
+    return value

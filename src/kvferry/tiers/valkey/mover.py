@@ -15,6 +15,7 @@ from kvferry.tiers.breaker import FAILURE, SILENCE
 from kvferry.tiers.valkey.connection import Connection, set_command
 from kvferry.tiers.valkey.jobs import Cause, Job, Verb, Verdict
 from kvferry.tiers.valkey.lanes import Home, Lane, LaneQueue
+from kvferry.tiers.valkey.login import whose
 from kvferry.tiers.valkey.protection import Received
 from kvferry.tiers.valkey.resp import ErrorKind, ProtocolError, Reply, ServerError, command
 from kvferry.tiers.valkey.stream import DroppedError, ExpiredError, StalledError, UnreachableError
@@ -224,7 +225,10 @@ class Mover(threading.Thread):
         elif kind is ErrorKind.OUT_OF_MEMORY:
             job.end(Verdict.REFUSED, Cause.OUT_OF_MEMORY)
         elif kind is ErrorKind.NOT_ALLOWED:
-            self._shard.denied(str(error))
+            user = whose(self._shard.settings.url)
+            self._shard.denied(
+                f"{job.verb.name} by {user}: {error}; kvferry flags valkey prints what permits it"
+            )
             job.end(Verdict.REFUSED, Cause.NOT_ALLOWED)
         else:
             job.end(

@@ -15,6 +15,7 @@ from kvferry.tiers.valkey.url import Address
 
 DENIAL_SHOWN_S = 60.0
 MAX_DENIALS_LOGGED = 16
+MAX_DENIAL_CHARACTERS = 500
 _log = logging.getLogger(__name__)
 
 
@@ -120,6 +121,7 @@ class Shard:
 
     def denied(self, message: str) -> None:
         """The server will not have us, or not this command or key: logged once, in the status for a while."""
+        message = "".join(c if c.isprintable() else "?" for c in message[:MAX_DENIAL_CHARACTERS])
         self.last_error = message
         with self._lock:
             self._denial, self._denied_at = message, time.monotonic()
