@@ -1,5 +1,6 @@
 """Flags, environment and file map to the same fields; mistakes are named with a way out."""
 
+import grp
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,17 @@ from hypothesis import strategies as st
 from kvferry.config import (
     NODE_SETTINGS,
     NodeSettings,
+    client_group,
     client_token,
     default_socket_path,
     format_size,
     load_node_settings,
     parse_size,
 )
+from kvferry.engines.vllm.settings import parse_settings
 from kvferry.errors import MisconfiguredError
 from kvferry.secret import Secret
+from kvferry.values import parse_group
 
 
 def test_flag_wins_over_environment_over_file(tmp_path: Path) -> None:
@@ -232,3 +236,32 @@ def test_a_secret_that_others_can_reach_is_refused(tmp_path: Path, name: str, mo
 def test_a_token_file_that_cannot_be_read_is_named_with_its_variable() -> None:
     with pytest.raises(MisconfiguredError, match="KVFERRY_TOKEN_FILE: cannot read /nonexistent/token"):
         client_token(environ={"KVFERRY_TOKEN_FILE": "/nonexistent/token"})
+
+
+def test_a_group_is_a_name_of_this_host_or_a_number() -> None:
+    own = grp.getgrgid(0)
+    assert {parse_group(text) for text in (own.gr_name, "0", 0)} == {0}
+    assert load_node_settings({"group": "54100"}, environ={}).group == 54100
+    assert load_node_settings({}, environ={"KVFERRY_GROUP": own.gr_name}).group == 0
+    assert client_group(environ={}) is None
+    assert client_group("7", environ={"KVFERRY_GROUP": "8"}) == 7
+    assert client_group(environ={"KVFERRY_GROUP": "8"}) == 8
+    for environ, extra, wanted in (({}, {}, None), ({"KVFERRY_GROUP": "8"}, {}, 8), ({}, {"group": "7"}, 7)):
+        assert parse_settings(extra, environ=environ).group == wanted
+
+
+@pytest.mark.parametrize("wrong", ["no such group", "-1", "4294967295", "", True, None, 1.5, "a\nb"])
+def test_what_is_no_group_is_named(wrong: object) -> None:
+    with pytest.raises(MisconfiguredError) as caught:
+        parse_group(wrong)
+    assert "\n" not in str(caught.value)
+    if wrong is not None:
+        with pytest.raises(MisconfiguredError, match="kv_connector_extra_config: group"):
+            parse_settings({"group": wrong}, environ={})
+
+
+@pytest.mark.parametrize("wrong", ["localhost", "127.0.0.1:80", "", "300.0.0.1"])
+def test_the_metrics_host_is_an_address(wrong: str) -> None:
+    with pytest.raises(MisconfiguredError, match="--metrics-host"):
+        load_node_settings({"metrics_host": wrong}, environ={})
+    assert load_node_settings({"metrics_host": "::1"}, environ={}).metrics_host == "::1"
