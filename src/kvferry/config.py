@@ -33,6 +33,7 @@ OTHER_ENVIRONMENT = ("CONFIG", "DOMAIN_KEY", "PYTHON")
 MIN_POOL_BYTES = 64 << 20
 DEFAULT_POOL_BYTES = 4 << 30
 DEFAULT_DEADLINE_CAP_MS = 5000
+MIN_LIMIT_BYTES = 1 << 20
 DEFAULT_METRICS_PORT = 9471
 DEFAULT_METRICS_HOST = "127.0.0.1"
 MAX_CONFIGURATION_BYTES = 1 << 20
@@ -53,7 +54,8 @@ class NodeSettings:
     metrics_host, metrics_port: where metrics are served, to all who can connect; port 0: nowhere. domain:
     the trust domain of the engines that are served; empty: that of the first one. token: what clients must
     show; None: nothing. group: number of the group whose members may connect; None: the node's user alone.
-    encryption_keys: for what is stored in Valkey; None: it is stored as it is.
+    encryption_keys: for what is stored in Valkey; None: it is stored as it is. valkey_quota: bytes that the
+    node may hold there. valkey_write_rate: bytes per second that it may write. None: no limit.
     """
 
     pool_bytes: int = DEFAULT_POOL_BYTES
@@ -66,6 +68,8 @@ class NodeSettings:
     token: Secret | None = None
     group: int | None = None
     encryption_keys: KeyRing | None = None
+    valkey_quota: int | None = None
+    valkey_write_rate: int | None = None
 
 
 def default_socket_path(environ: Mapping[str, str] = os.environ) -> Path:
@@ -97,6 +101,15 @@ def format_size(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes == int(nbytes) else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} TiB"
+
+
+def _parse_limit(text: str | int) -> int:
+    nbytes = parse_size(text)
+    if nbytes < MIN_LIMIT_BYTES:
+        raise MisconfiguredError(
+            f"{text!r} is less than {format_size(MIN_LIMIT_BYTES)}; give more, or leave it out for no limit"
+        )
+    return nbytes
 
 
 def _parse_port(text: str | int) -> int:
@@ -182,6 +195,16 @@ NODE_SETTINGS = (
         "file with keys for what is stored in Valkey",
         "encryption_keys",
     ),
+    Setting(
+        "valkey_quota", _parse_limit, "SIZE", "what this node may hold in Valkey, like 200GiB", "valkey_quota"
+    ),
+    Setting(
+        "valkey_write_rate",
+        _parse_limit,
+        "SIZE",
+        "what this node may write to Valkey per second",
+        "valkey_write_rate",
+    ),
     Setting("domain", parse_domain, "NAME", "trust domain (default: the first engine's)", "domain"),
     Setting("token", parse_secret, "TEXT", "the token itself", "token", environment_only=True),
     Setting("token_file", parse_path, "PATH", "file with a token that clients must show", "token"),
@@ -215,8 +238,9 @@ def load_node_settings(
         values["valkey"] = parse_valkey(values["valkey"], texts["valkey"][1], password)
     elif password is not None:
         raise MisconfiguredError("a Valkey password is set, but no Valkey URL; set one with --valkey")
-    elif "encryption_keys" in values:
-        raise MisconfiguredError("an encryption key is set, but no Valkey URL; set one with --valkey")
+    elif behind := values.keys() & {"encryption_keys", "valkey_quota", "valkey_write_rate"}:
+        name = min(behind).replace("encryption_keys", "an encryption key")
+        raise MisconfiguredError(f"{name} is set, but no Valkey URL; set one with --valkey")
     settings = NodeSettings(**values)
     _check(settings)
     return settings

@@ -35,6 +35,7 @@ PART_BYTES = 1 << 20
 NAMESPACE = NamespaceInfo(b"test" + b"n" * 12, (PART_BYTES,), 128, "test", "model")
 TWO_PARTS = NamespaceInfo(b"test" + b"m" * 12, (PART_BYTES, PART_BYTES), 128, "test", "model-tp2")
 POOL_BYTES = 64 << 20
+SAVED_AT_ONCE = 10  # one connection may reserve a quarter of the pool
 SLOW_PREFILL = Prefill(0.0, 1.0, 0.0)  # recomputing takes for ever: loads are always worth it
 
 
@@ -76,8 +77,8 @@ class Engine:
         name: str = "engine",
         *,
         group: int | None = None,
-    ) -> None:
         token: str = "",
+    ) -> None:
         self.namespace = namespace
         shown: dict[str, Any] = {"socket_path": socket_path, "engine": name, "group": group, "token": token}
         self.scheduler = SchedulerClient(namespace=namespace, lookup_wait_s=1.0, **shown)
@@ -117,17 +118,20 @@ class Engine:
         return answer
 
     def save(self, chunks: Sequence[bytes], *, prefix: Sequence[bytes] = ()) -> int:
-        """Store all parts of these chunks; returns how many parts were really written."""
+        """Store all parts of these chunks, a few at a time; returns how many parts were really written."""
         written = 0
         for part, worker in enumerate(self.workers):
-            filled = []
-            for slot in worker.reserve(prefix, chunks, part=part, timeout_s=WAIT_S):
-                if slot.outcome is ReserveOutcome.RESERVED:
-                    assert slot.view is not None
-                    slot.view[:] = content(slot.digest, part, len(slot.view))
-                    filled.append((slot.digest, part_checksums(slot.view)))
-            worker.commit(part, filled)
-            written += len(filled)
+            for start in range(0, len(chunks), SAVED_AT_ONCE):
+                before = [*prefix, *chunks[:start]]
+                filled = []
+                wanted = chunks[start : start + SAVED_AT_ONCE]
+                for slot in worker.reserve(before, wanted, part=part, timeout_s=WAIT_S):
+                    if slot.outcome is ReserveOutcome.RESERVED:
+                        assert slot.view is not None
+                        slot.view[:] = content(slot.digest, part, len(slot.view))
+                        filled.append((slot.digest, part_checksums(slot.view)))
+                worker.commit(part, filled)
+                written += len(filled)
         return written
 
     def load(self, answer: LookupAnswer, chunks: Sequence[bytes]) -> list[LoadEnd]:

@@ -156,7 +156,6 @@ POWERS = [
     "ACL SETUSER green allkeys",
     "CLIENT LIST",
     "CLIENT KILL TYPE normal",
-    "DEBUG SLEEP 0",
 ]
 POWERS += [
     "SUBSCRIBE c",

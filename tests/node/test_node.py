@@ -3,9 +3,11 @@
 from contextlib import ExitStack
 from pathlib import Path
 
+from tests.node.conftest import make_engine
 from tests.node.fleet import (
     NAMESPACE,
     PART_BYTES,
+    POOL_BYTES,
     TWO_PARTS,
     Engine,
     at_rest,
@@ -16,7 +18,7 @@ from tests.node.fleet import (
     settings,
 )
 
-from kvferry.client.messages import LoadEnd, Pending, Prefill, ReadyPart, Reason, ReserveOutcome, Tier
+from kvferry.client.messages import LoadEnd, Pending, Prefill, ReadyPart, Reason, Tier
 from kvferry.identity.names import PartKey
 from kvferry.node.node import Node
 from kvferry.testing.memory_tier import MemoryTier
@@ -203,19 +205,22 @@ def test_a_prefix_larger_than_the_pool_streams_through_it(
     at_rest(node)
 
 
-def test_a_full_pool_is_at_once_a_partial_hit(node: Node, engine: Engine, tier: MemoryTier) -> None:
-    slots = engine.worker.reserve([], digests(60, "held"), part=0, timeout_s=5.0)
-    held = [slot.digest for slot in slots if slot.outcome is ReserveOutcome.RESERVED]
-    while True:
-        more = engine.worker.reserve([], digests(1, f"more{len(held)}"), part=0, timeout_s=5.0)
-        if more[0].outcome is ReserveOutcome.FULL:
-            break
-        held.append(more[0].digest)
+def test_a_full_pool_is_at_once_a_partial_hit(
+    node: Node, engine: Engine, tier: MemoryTier, stack: ExitStack
+) -> None:
+    held = []
+    for name in ("one half", "the other half"):  # no engine alone may hold more
+        other = make_engine(node.settings.socket_path, stack, name)
+        fill_tier(tier, digests(32, name))
+        held.append((other, other.lookup(digests(32, name))))
+    eventually(lambda: node.statistics().catalogue.pinned_bytes == POOL_BYTES, "all of it is pinned")
     chunks = digests(3)
     fill_tier(tier, chunks)
     answer = engine.lookup(chunks)
     assert (answer.count, answer.reason) == (0, Reason.POOL_FULL)
-    engine.worker.abandon(0, held)
+    for other, holding in held:
+        other.scheduler.end(holding.load_id)
+    eventually(lambda: node.statistics().loads == 0, "the pool is free")
     answer = engine.lookup(chunks, "again")
     assert engine.load(answer, chunks) == [LoadEnd(Reason.COMPLETE, 3)]
     at_rest(node)

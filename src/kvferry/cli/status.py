@@ -94,7 +94,22 @@ def _tiers(status: dict[str, Any], counters: dict[str, Any]) -> str:
             ]
         )
     text = table(["TIER", "STATE", "HOLDS", "HIT TOKENS", "HIT BYTES", "READ", "WRITTEN", "EVICTED"], rows)
-    return text if tier is None else "\n".join([text, *_about(tier)])
+    if tier is None:
+        return text
+    return "\n".join([text, *_about(tier), *_limits(status.get("quota"), status.get("write_rate"))])
+
+
+def _limits(quota: dict[str, Any] | None, write_rate: int | None) -> list[str]:
+    """What the node may do in the tier, where that is limited."""
+    lines = []
+    if quota is not None:
+        lines.append(
+            f"quota: {format_size(quota['used_bytes'])} of {format_size(quota['quota_bytes'])} stored by "
+            f"this node, {format_size(quota['removed_bytes'])} removed to stay within it"
+        )
+    if write_rate is not None:
+        lines.append(f"write rate: at most {format_size(write_rate)}/s")
+    return [labelled("", line) for line in lines]
 
 
 def _about(tier: dict[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from kvferry import __version__
 from kvferry.errors import BrokenError, RefusedError
 from kvferry.node.counters import EngineStatus, NamespaceStatus, NodeStatistics
 from kvferry.node.estimate import Estimator
+from kvferry.node.ledger import LedgerStatistics
 from kvferry.node.loading import Loads
 from kvferry.node.lookups import Lookups
 from kvferry.node.saves import Saves
@@ -81,6 +82,7 @@ class App:
         self.lookups.disconnected(connection)
         self.loads.disconnected(connection)
         self.saves.disconnected(connection)
+        self.state.pins.close(connection)
         self._attached.pop(connection, None)
 
     def refused(self, cause: str) -> None:
@@ -221,7 +223,13 @@ class App:
 
 
 def snapshot(
-    app: App, *, started: float, socket_path: str, huge_bytes: int, prepared_bytes: int
+    app: App,
+    *,
+    started: float,
+    socket_path: str,
+    huge_bytes: int,
+    prepared_bytes: int,
+    quota: LedgerStatistics | None,
 ) -> NodeStatistics:
     """Of the whole node. Raises BrokenError when the node is closed."""
     state = app.state
@@ -238,6 +246,8 @@ def snapshot(
         prepared_bytes=prepared_bytes,
         catalogue=state.catalogue.statistics(),
         tier=state.tier.statistics() if state.tier is not None else None,
+        quota=quota,
+        write_rate=state.limits.write_rate,
         engines=app.engines(),
         namespaces=tuple(
             NamespaceStatus(space.namespace.hex(), space.label, space.domain, space.chunk_tokens)

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from kvferry.node.ledger import LedgerStatistics
 from kvferry.pool.entries import CatalogueStatistics
 from kvferry.tiers.contract import TierStatistics
 
@@ -67,7 +68,10 @@ class NamespaceStatus:
 
 @dataclass(frozen=True, slots=True)
 class NodeStatistics:
-    """A frozen snapshot of a node. tier: None for a node that has memory alone."""
+    """A frozen snapshot of a node. tier: None for a node that has memory alone.
+
+    quota, write_rate (bytes per second): of what it may do in the tier; None: no limit.
+    """
 
     pid: int
     version: str
@@ -88,3 +92,5 @@ class NodeStatistics:
     writeback_backlog_parts: int
     overdue_reservations: int
     defects: int
+    quota: LedgerStatistics | None = None
+    write_rate: int | None = None

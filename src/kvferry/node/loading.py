@@ -18,6 +18,7 @@ from kvferry.pool.entries import Declined, DeclineReason, Owner, Slot
 from kvferry.tiers.contract import FetchItem, FetchResult, Outcome
 
 MAX_LOADS_PER_CONNECTION = 1024
+MAX_LOADS = 4096
 LEASE_GRACE_S = 60.0  # after its deadline, a load that nobody ended is reclaimed
 WINDOW_DIVISOR = 2  # one load may hold this fraction of the pool while it streams
 MAX_TOUCHED = 2048  # chunks whose recency in the tier one load renews
@@ -28,6 +29,7 @@ _REASONS = {
     Outcome.REFUSED: Reason.TIER_DOWN,
     Outcome.LATE: Reason.DEADLINE,
     Outcome.FAILED: Reason.FAILED,
+    Outcome.OVER_QUOTA: Reason.LIMIT,
 }
 
 
@@ -101,9 +103,8 @@ class Loads:
 
     def announce(self, live: LiveLoad) -> tuple[Place, ...]:
         """The places for the answer; the rest is pushed to the workers that join."""
-        first = sorted(live.ready)[:MAX_BATCH]
         live.unsent.clear()
-        return tuple(live.ready.pop(at) for at in first)
+        return tuple(live.ready.pop(at) for at in sorted(live.ready)[:MAX_BATCH])
 
     def join(self, connection: Connection, load_id: int, *, epoch: int, part: int) -> None:
         """A worker listens for one part number from now on; other ranks may share it."""
@@ -131,7 +132,7 @@ class Loads:
             if 0 <= at.position < live.load.end and live.load.state(at) is PartState.READY:
                 live.load.copied(at)
                 live.ready.pop(at, None)
-                self._state.catalogue.unpin(live.key(at), live.owner)
+                self._state.pins.unpin(live.key(at), live.owner)
                 live.progress = self._state.loop.clock()
                 self._room_changed = True
 
@@ -166,7 +167,7 @@ class Loads:
         if live.fetched_bytes:
             self._put_in_order(live)
         self._give_back(live, live.load.finish(reason))
-        self._state.catalogue.release_owner(live.owner)
+        self._state.pins.release(live.owner)
         self._room_changed = True
         if live.timer is not None:
             live.timer.cancel()
@@ -216,8 +217,11 @@ class Loads:
         batch = self._fetches.new_batch()
         items: list[FetchItem] = []
         while (at := live.load.next_wanted()) is not None:
-            key = live.key(at)
-            slot = state.catalogue.pin(key, live.owner)
+            key, nbytes = live.key(at), live.space.part_bytes[at.part]
+            if not state.pins.has_room(key, nbytes, live.owner):  # until its connection's loads have copied
+                self._blocked[live] = None
+                break
+            slot = state.pins.pin(key, live.owner)
             if slot is not None:
                 live.load.found(at)
                 self._arrived(live, at, slot)
@@ -225,9 +229,13 @@ class Loads:
             if self._fetches.known(key):
                 live.load.fetching(at)
                 self._fetches.join(key, Waiter(live.load_id, at))
+                state.pins.expect(key, nbytes, live.owner)
                 state.counters.shared_fetches += 1
                 continue
-            nbytes = live.space.part_bytes[at.part]
+            if state.tier is None:  # it was there at the lookup, and there was no room to pin it
+                state.counters.failed[Reason.GONE.value] += 1
+                self._cut(live, at.position, Reason.GONE)
+                break
             given = state.catalogue.reserve(key, nbytes, FETCHER)
             if isinstance(given, Declined):
                 if not self._wait_for_room(live, given.reason):
@@ -235,6 +243,7 @@ class Loads:
                 break
             live.load.fetching(at)
             self._fetches.begin(key, batch, Waiter(live.load_id, at))
+            state.pins.expect(key, nbytes, live.owner)
             items.append(FetchItem(PartRef(key, nbytes), state.arena.view(given.slot.offset, nbytes)))
         else:
             if live.load.window_full():
@@ -287,7 +296,7 @@ class Loads:
             live = self._loads.get(waiter.load_id)
             if live is None:
                 continue
-            slot = state.catalogue.pin(key, live.owner) if result.outcome is Outcome.OK else None
+            slot = state.pins.pin(key, live.owner) if result.outcome is Outcome.OK else None
             if slot is not None:
                 live.progress = now
                 live.fetched_bytes += slot.nbytes
@@ -326,8 +335,9 @@ class Loads:
     def _give_back(self, live: LiveLoad, left: LeftOver) -> None:
         for at in left.ready:
             live.ready.pop(at, None)
-            self._state.catalogue.unpin(live.key(at), live.owner)
+            self._state.pins.unpin(live.key(at), live.owner)
         for at in left.fetching:
+            self._state.pins.forget(live.key(at), live.owner)
             batch = self._fetches.leave(live.key(at), Waiter(live.load_id, at))
             if batch is not None and batch.number in self._transfers:
                 self._transfers[batch.number].transfer.cancel()

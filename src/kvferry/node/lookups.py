@@ -1,5 +1,6 @@
 """Answers lookups: memory at once, Valkey by a bounded probe, then the choice to load or recompute."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -7,7 +8,8 @@ from functools import partial
 from kvferry.identity.names import PartKey
 from kvferry.node.estimate import Estimator, Verdict
 from kvferry.node.framing import split_digests
-from kvferry.node.loading import MAX_LOADS_PER_CONNECTION, Loads
+from kvferry.node.ledger import ChunkName
+from kvferry.node.loading import MAX_LOADS, MAX_LOADS_PER_CONNECTION, Loads
 from kvferry.node.loads import At
 from kvferry.node.loop import Timer
 from kvferry.node.recency import RecencyRefresh
@@ -18,6 +20,9 @@ from kvferry.pool.entries import Owner, Slot
 from kvferry.tiers.contract import Outcome
 
 MAX_PENDING_PER_CONNECTION = 1024
+MAX_PENDING_CHUNKS_PER_CONNECTION = 1 << 18
+MAX_PENDING_CHUNKS = 1 << 20  # of all connections together
+MAX_WAIT_S = 10.0  # whatever a lookup asks for
 MAX_PROBED_PARTS = 65536
 
 _UNKNOWN = {
@@ -25,6 +30,7 @@ _UNKNOWN = {
     Outcome.REFUSED: Reason.TIER_DOWN,
     Outcome.FAILED: Reason.TIER_DOWN,
     Outcome.CORRUPT: Reason.CORRUPT,
+    Outcome.OVER_QUOTA: Reason.LIMIT,
 }
 
 
@@ -55,6 +61,7 @@ class Lookups:
         self._estimator = estimator
         self._recency = RecencyRefresh()
         self._pending: dict[Connection, dict[_Pending, None]] = {}
+        self._chunks: Counter[Connection] = Counter()  # of the prompts in it
 
     def lookup(self, connection: Connection, asked: Lookup, space: Namespace) -> None:
         """Answer now, or within ``max_wait_s`` when Valkey has to be asked."""
@@ -72,11 +79,8 @@ class Lookups:
             memory=0,
             started=state.loop.clock(),
         )
-        waiting = self._pending.setdefault(connection, {})
-        if (
-            len(waiting) >= MAX_PENDING_PER_CONNECTION
-            or self._loads.count(connection) >= MAX_LOADS_PER_CONNECTION
-        ):
+        state.pins.open(lookup.owner, connection)
+        if self._over_limit(connection, len(prompt)):
             state.counters.failed[Reason.LIMIT.value] += 1
             self._answer_none(lookup, Reason.LIMIT)
             return
@@ -88,21 +92,36 @@ class Lookups:
         if lookup.memory == len(wanted) or state.tier is None:
             self._decide(lookup, lookup.memory, self._missing_reason(lookup, lookup.memory))
             return
-        waiting[lookup] = None
+        self._pending.setdefault(connection, {})[lookup] = None
+        self._chunks[connection] += len(prompt)
         self._probe(lookup)
+
+    def _over_limit(self, connection: Connection, chunks: int) -> bool:
+        """Whether this connection, or all together, ask for more than the node keeps track of."""
+        return (
+            len(self._pending.get(connection, ())) >= MAX_PENDING_PER_CONNECTION
+            or self._chunks[connection] + chunks > MAX_PENDING_CHUNKS_PER_CONNECTION
+            or self._chunks.total() + chunks > MAX_PENDING_CHUNKS
+            or self._loads.count(connection) >= MAX_LOADS_PER_CONNECTION
+            or len(self._loads) >= MAX_LOADS
+        )
 
     def disconnected(self, connection: Connection) -> None:
         """Its pending lookups let go of what they pinned."""
+        del self._chunks[connection]
         for lookup in self._pending.pop(connection, {}):
             if lookup.timer is not None:
                 lookup.timer.cancel()
-            self._state.catalogue.release_owner(lookup.owner)
+            self._state.pins.release(lookup.owner)
             self._loads.room_changed()
 
     def _pin(self, lookup: _Pending, position: int) -> None:
         chunk = lookup.wanted[position]
         for part in lookup.space.parts:
-            slot = self._state.catalogue.pin(PartKey(lookup.space.namespace, chunk, part), lookup.owner)
+            key = PartKey(lookup.space.namespace, chunk, part)
+            if not self._state.pins.has_room(key, lookup.space.part_bytes[part], lookup.owner):
+                continue  # the load takes it when there is room
+            slot = self._state.pins.pin(key, lookup.owner)
             if slot is not None:
                 lookup.pinned[At(position, part)] = slot
 
@@ -122,7 +141,7 @@ class Lookups:
         lookup.probed = missing[:most]
         lookup.unprobed = missing[most] if len(missing) > most else None
         refs = space.refs([wanted[position] for position in lookup.probed])
-        deadline = lookup.started + lookup.asked.max_wait_s
+        deadline = lookup.started + min(lookup.asked.max_wait_s, MAX_WAIT_S)
         post = self._state.loop.post
         lookup.timer = self._state.loop.at(deadline, partial(self._probe_late, lookup))
         tier.probe(
@@ -165,6 +184,7 @@ class Lookups:
         if lookup not in waiting:
             return False
         del waiting[lookup]
+        self._chunks[lookup.connection] -= len(lookup.prompt)
         if lookup.timer is not None:
             lookup.timer.cancel()
         return True
@@ -180,7 +200,9 @@ class Lookups:
         asked, space = lookup.asked, lookup.space
         self._count_missing(lookup, available, reason)
         tiers = [
-            Tier.MEMORY if all(At(at, part) in lookup.pinned for part in space.parts) else Tier.VALKEY
+            Tier.MEMORY
+            if at < lookup.memory or all(At(at, part) in lookup.pinned for part in space.parts)
+            else Tier.VALKEY
             for at in range(available)
         ]
         verdict = self._estimator.decide(asked, space, tiers)
@@ -197,7 +219,7 @@ class Lookups:
         count = len(tiers)
         for at in [at for at in lookup.pinned if at.position >= count]:
             del lookup.pinned[at]
-            state.catalogue.unpin(
+            state.pins.unpin(
                 PartKey(lookup.space.namespace, lookup.wanted[at.position], at.part), lookup.owner
             )
         live = self._loads.start(
@@ -241,7 +263,7 @@ class Lookups:
         self._refresh_recency(lookup, tiers)
 
     def _answer_none(self, lookup: _Pending, reason: Reason, verdict: Verdict | None = None) -> None:
-        self._state.catalogue.release_owner(lookup.owner)
+        self._state.pins.release(lookup.owner)
         self._loads.room_changed()
         self._explain(lookup, [], reason, verdict)
         lookup.connection.send(
@@ -315,6 +337,8 @@ class Lookups:
         space = lookup.space
         reach = [lookup.wanted[at] for at, found in enumerate(tiers) if found is Tier.MEMORY]
         served = lookup.prompt[: lookup.asked.first_chunk] + reach
+        if self._state.quota is not None:
+            self._state.quota.used([ChunkName(space.namespace, chunk) for chunk in served])
         due = self._recency.due(space.namespace, served, self._state.loop.clock())
         if due:
             tier.touch(space.refs(due))

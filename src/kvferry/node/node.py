@@ -18,8 +18,9 @@ from kvferry.node.app import App, snapshot
 from kvferry.node.counters import NodeStatistics
 from kvferry.node.loop import Loop
 from kvferry.node.peers import Peer, peer_of
+from kvferry.node.quota import QuotaTier
 from kvferry.node.server import Server
-from kvferry.node.state import NodeState
+from kvferry.node.state import Limits, NodeState
 from kvferry.pool.arena import Arena
 from kvferry.pool.catalogue import Catalogue
 from kvferry.pool.prepare import PrepareThread
@@ -53,9 +54,11 @@ class Node:
         with contextlib.ExitStack() as undo:
             self._loop = Loop(after_turn=self._after_turn, clock=clock)
             undo.callback(self._loop.close)
-            self._tier = tier if tier is not None else _tier(settings)
-            if self._tier is not None:
-                undo.callback(self._tier.close)
+            behind = tier if tier is not None else _tier(settings)
+            if behind is not None:
+                undo.callback(behind.close)
+            self._quota = _within_quota(behind, settings)
+            self._tier = self._quota or behind
             self._arena = Arena.create(settings.pool_bytes)
             undo.callback(self._arena.close)
             state = NodeState(
@@ -63,8 +66,10 @@ class Node:
                 arena=self._arena,
                 catalogue=Catalogue(SlotAllocator(self._arena.nbytes)),
                 tier=self._tier,
+                quota=self._quota,
                 epoch=secrets.randbits(62) | 1,
                 deadline_cap_s=settings.deadline_cap_ms / 1000,
+                limits=Limits(tier_quota=settings.valkey_quota, write_rate=settings.valkey_write_rate),
             )
             self._app = App(state, statistics=self._snapshot, domain=settings.domain)
             self._server = Server(
@@ -152,6 +157,7 @@ class Node:
             socket_path=str(self.settings.socket_path),
             huge_bytes=prepared.huge_bytes,
             prepared_bytes=prepared.populated_bytes,
+            quota=None if self._quota is None else self._quota.quota(),
         )
 
 
@@ -165,6 +171,12 @@ def _tier(settings: NodeSettings) -> Tier | None:
     keys = settings.encryption_keys
     protection = Checksums() if keys is None else Sealed(keys)
     return ValkeyTier.connect(ValkeySettings(url=settings.valkey, protection=protection))
+
+
+def _within_quota(tier: Tier | None, settings: NodeSettings) -> QuotaTier | None:
+    if tier is None or settings.valkey_quota is None:
+        return None
+    return QuotaTier(tier, quota_bytes=settings.valkey_quota)
 
 
 def run(settings: NodeSettings) -> int:

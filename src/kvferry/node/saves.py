@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 from kvferry.errors import BrokenError, RefusedError
 from kvferry.identity.names import PartKey, PartRef
@@ -11,14 +12,17 @@ from kvferry.node.framing import split_checksums, split_digests
 from kvferry.node.loading import Loads
 from kvferry.node.loop import Timer
 from kvferry.node.server import Connection
-from kvferry.node.state import WRITER, Namespace, NodeState
+from kvferry.node.state import WRITER, Limits, Namespace, NodeState
 from kvferry.node.wire import Abandon, Commit, Reserve, Reserved, ReservedPlace, ReserveOutcome
 from kvferry.node.writeback import Unsaved, WriteBack
+from kvferry.node.writerate import WriteRate
 from kvferry.pool.entries import Declined, DeclineReason, Owner
 from kvferry.pool.entries import Reserved as Granted
 from kvferry.tiers.contract import Outcome, StoreItem
 
 MAX_RESERVATIONS_PER_CONNECTION = 8192
+CONNECTION_DIVISOR = 4  # one connection may hold this fraction of the pool in slots that it has not filled
+RESERVED_DIVISOR = 2  # all of them together, with those of lost connections, this one
 RESERVATION_LEASE_S = 60.0
 QUARANTINE_S = 3.0  # a client that lost its connection may still be copying into slots that it held
 PROBE_DEADLINE_S = 2.0
@@ -27,6 +31,9 @@ RETRY_S = 1.0
 MAX_TRIES = 4
 BACKLOG_DIVISOR = 2  # the backlog may pin this fraction of the pool
 MAX_BATCH_BYTES = 256 << 20
+QUOTA_DIVISOR = 4  # so much of the tier's quota may be under way at a time
+RATED_BATCH_S = 1.0  # with a write rate, what is under way at a time takes so long
+RATED_BACKLOG_S = 30.0  # and what waits, so long: more would be written when nobody remembers it
 
 _OUTCOMES = {
     DeclineReason.EXISTS: ReserveOutcome.EXISTS,
@@ -40,6 +47,28 @@ _FULL = ReservedPlace(ReserveOutcome.FULL, 0)
 _BUSY = ReservedPlace(ReserveOutcome.BUSY, 0)
 
 
+def _backlog(pool_bytes: int, limits: Limits) -> WriteBack:
+    """A fraction of the pool; less where a rate or a quota is set. One part always fits (``WriteBack``)."""
+    waiting = pool_bytes // BACKLOG_DIVISOR
+    batch = min(MAX_BATCH_BYTES, waiting)
+    if limits.write_rate is not None:
+        waiting = min(waiting, int(limits.write_rate * RATED_BACKLOG_S))
+        batch = min(batch, int(limits.write_rate * RATED_BATCH_S))
+    if limits.tier_quota is not None:
+        batch = min(batch, limits.tier_quota // QUOTA_DIVISOR)
+    return WriteBack(max_bytes=waiting, max_batch_bytes=batch)
+
+
+class _Held(NamedTuple):
+    """What a connection has reserved and not filled."""
+
+    slots: int
+    nbytes: int
+
+
+_NOTHING = _Held(0, 0)
+
+
 class Saves:
     """All reservations and the backlog of a node; loop thread only."""
 
@@ -49,13 +78,12 @@ class Saves:
         self._owners: dict[Connection, Owner] = {}
         self._leases: OrderedDict[tuple[Connection, PartKey], float] = OrderedDict()
         self._overdue: dict[tuple[Connection, PartKey], int] = {}  # offset of a slot whose lease has ended
-        self._held: dict[Connection, int] = {}  # leases and overdue slots together
+        self._held: dict[Connection, _Held] = {}  # leases and overdue slots together
+        self._reserved_bytes = 0  # of all, with those in quarantine
         self._timer: Timer | None = None
         self._resume: Timer | None = None  # set while the tier is left alone
-        self._backlog = WriteBack(
-            max_bytes=state.arena.nbytes // BACKLOG_DIVISOR,
-            max_batch_bytes=min(MAX_BATCH_BYTES, state.arena.nbytes // BACKLOG_DIVISOR),
-        )
+        self._rate = WriteRate(state.limits.write_rate)
+        self._backlog = _backlog(state.arena.nbytes, state.limits)
 
     @property
     def backlog(self) -> WriteBack:
@@ -64,7 +92,8 @@ class Saves:
 
     def count(self, connection: Connection) -> int:
         """Slots that this connection has reserved and not yet filled, overdue ones included."""
-        return self._held.get(connection, 0)
+        held = self._held.get(connection)
+        return 0 if held is None else held.slots
 
     @property
     def overdue(self) -> int:
@@ -86,7 +115,7 @@ class Saves:
         places: list[ReservedPlace] = []
         for chunk in wanted:
             key = PartKey(space.namespace, chunk, message.part)
-            if self.count(connection) >= MAX_RESERVATIONS_PER_CONNECTION:
+            if self._over_limit(connection, nbytes):
                 state.counters.reserve_declined["limit"] += 1
                 places.append(_FULL)
                 continue
@@ -101,7 +130,7 @@ class Saves:
                 state.counters.reserve_declined[given.reason.value] += 1
                 places.append(ReservedPlace(_OUTCOMES[given.reason], 0))
             else:
-                places.append(self._granted(connection, key, given, expires))
+                places.append(self._granted(connection, key, given, expires=expires))
         state.note_evictions()
         self._watch_leases()
         connection.send(Reserved(ticket=message.ticket, places=tuple(places)))
@@ -143,22 +172,36 @@ class Saves:
         owner = self._owners.pop(connection, None)
         if owner is None:
             return
-        if not self._held.pop(connection, 0):
+        held = self._held.pop(connection, None)
+        if held is None or not held.slots:
             return
         for lease in [lease for lease in self._leases if lease[0] is connection]:
             del self._leases[lease]
             self._state.counters.store_failed["engine-gone"] += 1
         for overdue in [overdue for overdue in self._overdue if overdue[0] is connection]:
             del self._overdue[overdue]
-        self._state.loop.at(self._state.loop.clock() + QUARANTINE_S, partial(self._release_owner, owner))
+        when = self._state.loop.clock() + QUARANTINE_S
+        self._state.loop.at(when, partial(self._release_owner, owner, held.nbytes))
 
-    def _release_owner(self, owner: Owner) -> None:
+    def _release_owner(self, owner: Owner, nbytes: int) -> None:
+        self._reserved_bytes -= nbytes
         self._state.catalogue.release_owner(owner)
         self._loads.room_changed()
 
-    def _granted(self, connection: Connection, key: PartKey, given: Granted, expires: float) -> ReservedPlace:
+    def _over_limit(self, connection: Connection, nbytes: int) -> bool:
+        """Whether one more slot would be more than this connection, or all, may hold. One always fits."""
+        held, pool_bytes = self._held.get(connection, _NOTHING), self._state.arena.nbytes
+        return (
+            held.slots >= MAX_RESERVATIONS_PER_CONNECTION
+            or (held.slots > 0 and held.nbytes + nbytes > pool_bytes // CONNECTION_DIVISOR)
+            or (self._reserved_bytes > 0 and self._reserved_bytes + nbytes > pool_bytes // RESERVED_DIVISOR)
+        )
+
+    def _granted(
+        self, connection: Connection, key: PartKey, given: Granted, *, expires: float
+    ) -> ReservedPlace:
         self._leases[connection, key] = expires
-        self._held[connection] = self.count(connection) + 1
+        self._hold(connection, 1, given.slot.nbytes)
         self._state.counters.reserved_parts += 1
         return ReservedPlace(ReserveOutcome.RESERVED, given.slot.offset)
 
@@ -166,14 +209,22 @@ class Saves:
         """Whether this reservation was there; it is not any more."""
         if self._leases.pop((connection, key), None) is None:
             return False
-        self._held[connection] -= 1
+        self._hold(connection, -1, -self._nbytes(key))
         return True
+
+    def _hold(self, connection: Connection, slots: int, nbytes: int) -> None:
+        held = self._held.get(connection, _NOTHING)
+        self._held[connection] = _Held(held.slots + slots, held.nbytes + nbytes)
+        self._reserved_bytes += nbytes
+
+    def _nbytes(self, key: PartKey) -> int:
+        return self._state.namespaces[key.namespace].part_bytes[key.part]
 
     def _reclaim(self, connection: Connection, key: PartKey) -> None:
         """The engine is done with this part: its overdue slot, if there is one, may be used again."""
         offset = self._overdue.pop((connection, key), None)
         if offset is not None:
-            self._held[connection] -= 1
+            self._hold(connection, -1, -self._nbytes(key))
             self._state.catalogue.reclaim(offset, self._owners[connection])
 
     def _watch_leases(self) -> None:
@@ -217,6 +268,10 @@ class Saves:
         tier = self._state.tier
         if tier is None or self._resume is not None:
             return
+        if (wait_s := self._rate.wait_s(self._state.loop.clock())) > 0:
+            if self._backlog.backlog_parts:
+                self._pause(wait_s)
+            return
         batch = self._backlog.take()
         if not batch:
             return
@@ -241,6 +296,7 @@ class Saves:
             else:
                 self._stored(unsaved, outcome)
         if missing:
+            self._rate.spend(sum(unsaved.ref.nbytes for unsaved in missing), self._state.loop.clock())
             items = [
                 StoreItem(u.ref, self._state.arena.view(u.offset, u.ref.nbytes).toreadonly(), u.checksums)
                 for u in missing
@@ -259,7 +315,7 @@ class Saves:
             self._state.counters.stored_bytes += unsaved.ref.nbytes
         elif unsaved.tries + 1 < MAX_TRIES and self._passing(outcome):
             self._backlog.again(unsaved)
-            self._pause()
+            self._pause(RETRY_S)
             return
         else:
             self._state.counters.store_failed[outcome.value] += 1
@@ -273,10 +329,10 @@ class Saves:
             return tier.statistics().state != "up"
         return outcome in (Outcome.FAILED, Outcome.LATE)
 
-    def _pause(self) -> None:
+    def _pause(self, seconds: float) -> None:
         """Leave the tier alone for a moment."""
         if self._resume is None:
-            self._resume = self._state.loop.at(self._state.loop.clock() + RETRY_S, self._go_on)
+            self._resume = self._state.loop.at(self._state.loop.clock() + seconds, self._go_on)
 
     def _go_on(self) -> None:
         self._resume = None

@@ -10,6 +10,8 @@ from kvferry.identity.names import DOMAIN_TAG_BYTES, PartKey, PartRef
 from kvferry.node.counters import Counters
 from kvferry.node.explain import ExplainRing
 from kvferry.node.loop import Loop
+from kvferry.node.pins import Pins
+from kvferry.node.quota import QuotaTier
 from kvferry.pool.arena import Arena
 from kvferry.pool.catalogue import Catalogue
 from kvferry.pool.entries import Owner
@@ -73,6 +75,17 @@ class Evictions:
         return (namespace, chunk) in self._chunks
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of what a node's trust domain may do behind its memory; None: no limit.
+
+    tier_quota: bytes that the node may hold in the tier. write_rate: bytes per second that it may write.
+    """
+
+    tier_quota: int | None = None
+    write_rate: int | None = None
+
+
 @dataclass(slots=True)
 class NodeState:
     """Used on the loop's thread only."""
@@ -83,12 +96,19 @@ class NodeState:
     tier: Tier | None
     epoch: int
     deadline_cap_s: float
+    limits: Limits = Limits()
+    quota: QuotaTier | None = None  # the tier, when it is one
     counters: Counters = field(default_factory=Counters)
     explain: ExplainRing = field(default_factory=ExplainRing)
     evictions: Evictions = field(default_factory=Evictions)
     fetch_rate: RateEstimate = field(default_factory=RateEstimate)
     namespaces: dict[bytes, Namespace] = field(default_factory=dict[bytes, Namespace])
     owners: Iterator[Owner] = field(default_factory=lambda: itertools.count(FIRST_OWNER))
+    pins: Pins = field(init=False)
+
+    def __post_init__(self) -> None:
+        """What connections hold is bounded by the pool's size."""
+        self.pins = Pins(self.catalogue, pool_bytes=self.arena.nbytes)
 
     def note_evictions(self) -> None:
         """After reservations: remember what had to go for them."""

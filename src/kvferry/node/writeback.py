@@ -45,8 +45,8 @@ class WriteBack:
         return len(self._queue)
 
     def offer(self, unsaved: Unsaved) -> bool:
-        """Whether it was queued; refused when the backlog would pass its bound."""
-        if self.backlog_bytes + unsaved.ref.nbytes > self._max_bytes:
+        """Whether it was queued; refused when the backlog would pass its bound. Alone, a part always fits."""
+        if self.backlog_bytes and self.backlog_bytes + unsaved.ref.nbytes > self._max_bytes:
             return False
         self._queue.append(unsaved)
         self._queued_bytes += unsaved.ref.nbytes

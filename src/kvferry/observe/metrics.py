@@ -86,6 +86,21 @@ def _tier_inflight(node: NodeStatistics) -> list[Sample]:
     return [] if node.tier is None else [((node.tier.name,), node.tier.inflight_bytes)]
 
 
+def _quota(kind: Kind, name: str, text: str, field: str) -> Metric:
+    """Of the quota; nothing without one."""
+
+    def read(node: NodeStatistics) -> list[Sample]:
+        if node.tier is None or node.quota is None:
+            return []
+        return [((node.tier.name,), float(getattr(node.quota, field)))]
+
+    return Metric(f"kvferry_tier_{name}", kind, text, ("tier",), read)
+
+
+def _write_rate(node: NodeStatistics) -> list[Sample]:
+    return [] if node.tier is None or node.write_rate is None else [((node.tier.name,), node.write_rate)]
+
+
 def _engines(node: NodeStatistics) -> list[Sample]:
     roles: dict[str, float] = {"scheduler": 0, "worker": 0}
     for engine in node.engines:
@@ -217,6 +232,20 @@ METRICS: tuple[Metric, ...] = (
         "Operations on the tier that failed, by cause.",
         ("tier", "cause"),
         _tier_failures,
+    ),
+    _quota(
+        Kind.GAUGE, "quota_bytes", "What this node may hold in the tier; absent: no limit.", "quota_bytes"
+    ),
+    _quota(Kind.GAUGE, "quota_used_bytes", "Of it, what this node has stored and not removed.", "used_bytes"),
+    _quota(Kind.GAUGE, "quota_chunks", "Chunks that it remembers to have stored.", "chunks"),
+    _quota(Kind.COUNTER, "quota_removed_parts", "Parts removed to stay within the quota.", "removed_parts"),
+    _quota(Kind.COUNTER, "quota_removed_bytes", "Bytes removed to stay within the quota.", "removed_bytes"),
+    Metric(
+        "kvferry_tier_write_rate_bytes",
+        Kind.GAUGE,
+        "What this node may write per second; absent: no limit.",
+        ("tier",),
+        _write_rate,
     ),
     _counter(
         "store_present_parts",

@@ -23,6 +23,7 @@ class Outcome(enum.Enum):
     REFUSED = "refused"  # the store declined: out of memory, no permission, breaker open
     LATE = "late"  # the deadline passed, or the caller cancelled
     FAILED = "failed"  # connection, protocol or server error
+    OVER_QUOTA = "over-quota"  # of a store: this node may not put so much there
 
 
 class FetchItem(NamedTuple):
@@ -106,8 +107,10 @@ class Tier(Protocol):
     def touch(self, refs: Sequence[PartRef]) -> None:
         """Refresh recency, last reference first, so that a prefix's head ends as the most recent."""
 
-    def remove(self, refs: Sequence[PartRef]) -> None:
-        """Delete parts. Best effort, in the background."""
+    def remove(
+        self, refs: Sequence[PartRef], *, done: Callable[[Sequence[Outcome]], None] | None = None
+    ) -> None:
+        """Delete parts, in the background. ``done`` hears which are gone: OK, or MISS if it was not there."""
 
     def statistics(self) -> TierStatistics:
         """A snapshot; never blocks on I/O."""

@@ -79,7 +79,10 @@ class Guard(Protocol):
 
 
 class Protection(Protocol):
-    """How values are protected. suffixes: of their keys; the first is written, all are read."""
+    """How values are protected. suffixes: of their keys; the first is written, all are read.
+
+    description: for people, no secrets; empty for what goes without saying.
+    """
 
     suffixes: tuple[bytes, ...]
     description: str
@@ -93,7 +96,7 @@ class Checksums:
     """XXH3-128: finds damage, not forgery. It keeps no state, so one serves all connections."""
 
     suffixes: tuple[bytes, ...] = (b"",)
-    description: str = "checksum"
+    description: str = ""
 
     def guard(self) -> Guard:
         """See Protection."""
@@ -145,8 +148,8 @@ class Sealed:
         self._ring = ring
         ids = [key.key_id.hex() for key in ring.keys]
         self.suffixes = tuple(f":{key_id}".encode() for key_id in ids)
-        older = f", also read {' '.join(ids[1:])}" if ids[1:] else ""
-        self.description = f"AES-256-GCM, key id {ids[0]}{older}"
+        older = f" (reads {' '.join(ids[1:])} too)" if ids[1:] else ""
+        self.description = f"AES-256-GCM by key {ids[0]}{older}"
 
     def guard(self) -> Guard:
         """See Protection."""

@@ -69,26 +69,13 @@ class ValkeyTier:
         self, refs: Sequence[PartRef], *, deadline: float, done: Callable[[Sequence[Outcome]], None]
     ) -> None:
         """See the contract. Refreshes recency from the last reference to the first."""
-        outcomes = [Outcome.FAILED] * len(refs)
-        remaining = len(refs)
-        lock = threading.Lock()
 
-        def report(part: Part) -> None:
-            nonlocal remaining
-            self._count(part, None)
-            with lock:
-                outcomes[part.index] = part.outcome
-                remaining -= 1
-                last = remaining == 0
-            if last:
-                done(outcomes)
+        def ended(parts: Sequence[Part]) -> None:
+            for part in parts:
+                self._count(part, None)
+            done([part.outcome for part in parts])
 
-        if not refs:
-            done(outcomes)
-            return
-        operation = Operation(deadline)
-        parts = [self._part(operation, index, ref, report) for index, ref in enumerate(refs)]
-        self._router.dispatch_all([job for part in reversed(parts) for job in small_jobs(part, Verb.TOUCH)])
+        self._ask_all(refs, Verb.TOUCH, deadline=deadline, ended=ended)
 
     def fetch(
         self, items: Sequence[FetchItem], *, deadline: float, done: Callable[[int, FetchResult], None]
@@ -129,11 +116,18 @@ class ValkeyTier:
 
     def touch(self, refs: Sequence[PartRef]) -> None:
         """See the contract."""
-        self._background(refs, Verb.TOUCH)
+        self._ask_all(refs, Verb.TOUCH, deadline=time.monotonic() + REMOVE_S, ended=_ignore_all)
 
-    def remove(self, refs: Sequence[PartRef]) -> None:
+    def remove(
+        self, refs: Sequence[PartRef], *, done: Callable[[Sequence[Outcome]], None] | None = None
+    ) -> None:
         """See the contract."""
-        self._background(refs, Verb.UNLINK)
+
+        def ended(parts: Sequence[Part]) -> None:
+            if done is not None:
+                done([part.outcome for part in parts])
+
+        self._ask_all(refs, Verb.UNLINK, deadline=time.monotonic() + REMOVE_S, ended=ended)
 
     def statistics(self) -> TierStatistics:
         """See the contract. ``detail`` holds server versions, shards in trouble and warnings."""
@@ -142,7 +136,8 @@ class ValkeyTier:
         state = "up" if not broken else "down" if len(broken) == len(shards) else "degraded"
         detail = dict(self._report.detail)
         detail["url"] = str(self._settings.url)
-        detail["protection"] = self._settings.protection.description
+        if self._settings.protection.description:
+            detail["encryption"] = self._settings.protection.description
         detail["shards"] = " ".join(str(shard.address) for shard in shards)
         if broken:
             detail["breaker_open"] = "; ".join(_complaint(shard) for shard in broken)
@@ -171,9 +166,32 @@ class ValkeyTier:
             self._closed = True
         self._router.close()
 
-    def _background(self, refs: Sequence[PartRef], verb: Verb) -> None:
-        operation = Operation(time.monotonic() + REMOVE_S)
-        parts = [self._part(operation, index, ref, _ignore) for index, ref in enumerate(refs)]
+    def _ask_all(
+        self,
+        refs: Sequence[PartRef],
+        verb: Verb,
+        *,
+        deadline: float,
+        ended: Callable[[Sequence[Part]], None],
+    ) -> None:
+        """A small command for every stripe, last part first; ``ended`` is called once, after all answers."""
+        remaining = len(refs)
+        lock = threading.Lock()
+
+        def report(part: Part) -> None:
+            nonlocal remaining
+            del part
+            with lock:
+                remaining -= 1
+                last = remaining == 0
+            if last:
+                ended(parts)
+
+        operation = Operation(deadline)
+        parts = [self._part(operation, index, ref, report) for index, ref in enumerate(refs)]
+        if not parts:
+            ended(parts)
+            return
         self._router.dispatch_all([job for part in reversed(parts) for job in small_jobs(part, verb)])
 
     def _undo(self, part: Part) -> None:
@@ -214,6 +232,10 @@ def _addressed(shard: Shard, error: str) -> str:
     """Most errors of connections name the address."""
     address = str(shard.address)
     return error if error.startswith(address) else f"{address}: {error}"
+
+
+def _ignore_all(parts: Sequence[Part]) -> None:
+    """As below."""
 
 
 def _ignore(part: Part) -> None:

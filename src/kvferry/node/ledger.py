@@ -1,0 +1,223 @@
+"""What this node has put into the tier, in order of last use, within a quota. Pure.
+
+    claim ──► STORING ──stored──► HELD ──make_room──► LEAVING ──left──► (gone)
+                 └──not stored──► (gone)  └──missing──► (gone)  └──stayed──► HELD, the coldest
+
+All three count as used, so that the quota holds while parts are on their way in or out. What was there
+before, of another node or of an earlier process of this one, is not in here and not removed.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvferry.errors import BrokenError
+from kvferry.identity.header import HEADER_BYTES
+from kvferry.identity.names import PartKey, PartRef
+from kvferry.identity.stripes import stripe_plan
+
+MAX_CHUNKS = 1 << 20  # some 300 bytes of this process each; past that the coldest leave as if over quota
+
+
+def stored_bytes(part_bytes: int) -> int:
+    """Of a part's values in the tier, headers included."""
+    return part_bytes + HEADER_BYTES * len(stripe_plan(part_bytes))
+
+
+class ChunkName(NamedTuple):
+    """All parts of a chunk leave together."""
+
+    namespace: bytes
+    chunk: bytes
+
+
+class _Chunk:
+    """parts: bits of the part numbers that are HELD. stamp: when the latest of them was stored."""
+
+    __slots__ = ("parts", "stamp")
+
+    def __init__(self) -> None:
+        self.parts = 0
+        self.stamp = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerStatistics:
+    """removed: to make room for others, since start. The rest is now."""
+
+    quota_bytes: int
+    used_bytes: int
+    chunks: int
+    removed_parts: int
+    removed_bytes: int
+
+
+class Ledger:
+    """quota_bytes: of values in the tier, headers included."""
+
+    def __init__(self, quota_bytes: int, *, max_chunks: int = MAX_CHUNKS) -> None:
+        self._quota_bytes = quota_bytes
+        self._max_chunks = max_chunks
+        self._chunks: OrderedDict[ChunkName, _Chunk] = OrderedDict()  # HELD, coldest first
+        self._part_bytes: dict[tuple[bytes, int], int] = {}  # by namespace and part number
+        self._storing: dict[PartKey, bool] = {}  # whether it was HELD before
+        self._leaving: set[PartKey] = set()
+        self._held_bytes = self._storing_bytes = self._leaving_bytes = 0
+        self._removed_parts = self._removed_bytes = 0
+        self._stamp = 0
+
+    @property
+    def mark(self) -> int:
+        """The present, for ``missing``."""
+        return self._stamp
+
+    @property
+    def over_quota(self) -> bool:
+        """Whether more is used than may be, until what is leaving has left."""
+        return self._used_bytes > self._quota_bytes
+
+    def is_leaving(self, key: PartKey) -> bool:
+        """Whether its removal is under way: a store would be removed with it."""
+        return key in self._leaving
+
+    def claim(self, ref: PartRef) -> bool:
+        """HELD or absent to STORING. False: there is no room, whatever was removed for it."""
+        nbytes = stored_bytes(ref.nbytes)
+        if ref.key in self._storing:
+            raise BrokenError(
+                f"part {ref.key.part} of chunk {ref.key.chunk.hex()[:12]} is stored twice at once"
+            )
+        if self._storing_bytes + nbytes > self._quota_bytes:
+            return False
+        self._part_bytes[ref.key.namespace, ref.key.part] = ref.nbytes
+        self._storing[ref.key] = self._holds(ref.key)
+        self._drop(ref.key)
+        self._storing_bytes += nbytes
+        return True
+
+    def make_room(self) -> list[PartRef]:
+        """HELD to LEAVING, the coldest chunks first, until the rest is within the quota: remove these."""
+        victims: list[PartRef] = []
+        while self._chunks and (
+            self._held_bytes + self._storing_bytes > self._quota_bytes or len(self._chunks) > self._max_chunks
+        ):
+            name, chunk = next(iter(self._chunks.items()))
+            victims.extend(self._leave(PartKey(*name, part)) for part in _numbers(chunk.parts))
+        self._removed_parts += len(victims)
+        self._removed_bytes += sum(stored_bytes(ref.nbytes) for ref in victims)
+        return victims
+
+    def stored(self, key: PartKey) -> None:
+        """STORING to HELD, the most recent."""
+        self._end_storing(key)
+        self._hold(key, last=True)
+
+    def not_stored(self, key: PartKey, *, traces: bool) -> None:
+        """STORING to absent; to HELD, the coldest, if it was so before.
+
+        traces: something of it may be there all the same: it counts as HELD too.
+        """
+        if self._end_storing(key) or traces:
+            self._hold(key, last=False)
+
+    def forget(self, refs: Sequence[PartRef]) -> None:
+        """HELD to LEAVING: somebody asked for their removal."""
+        for ref in refs:
+            if self._holds(ref.key):
+                self._leave(ref.key)
+
+    def left(self, key: PartKey, *, gone: bool) -> None:
+        """LEAVING to absent; to HELD, the coldest, when it could not be removed."""
+        if key not in self._leaving:
+            return
+        self._leaving.remove(key)
+        self._leaving_bytes -= self._stored_bytes(key)
+        if not gone:
+            self._hold(key, last=False)
+
+    def missing(self, key: PartKey, *, since: int) -> None:
+        """It was seen not to be there, by a question asked at the mark ``since``."""
+        chunk = self._chunks.get(ChunkName(key.namespace, key.chunk))
+        if chunk is not None and chunk.stamp <= since:
+            self._drop(key)
+
+    def touch(self, names: Sequence[ChunkName]) -> None:
+        """These were used: the first becomes the most recent, so that of a prefix the tail leaves first."""
+        for name in reversed(names):
+            if name in self._chunks:
+                self._chunks.move_to_end(name)
+
+    def statistics(self) -> LedgerStatistics:
+        """A snapshot."""
+        return LedgerStatistics(
+            quota_bytes=self._quota_bytes,
+            used_bytes=self._used_bytes,
+            chunks=len(self._chunks),
+            removed_parts=self._removed_parts,
+            removed_bytes=self._removed_bytes,
+        )
+
+    def check(self) -> None:
+        """Raise BrokenError when the books do not balance; for tests."""
+        held = [
+            PartKey(*name, part) for name, chunk in self._chunks.items() for part in _numbers(chunk.parts)
+        ]
+        if any(not chunk.parts for chunk in self._chunks.values()):
+            raise BrokenError("a chunk of no parts is in the ledger")
+        if len({*held, *self._storing, *self._leaving}) != len(held) + len(self._storing) + len(
+            self._leaving
+        ):
+            raise BrokenError("a part is in two states")
+        sums = [sum(map(self._stored_bytes, keys)) for keys in (held, self._storing, self._leaving)]
+        if sums != [self._held_bytes, self._storing_bytes, self._leaving_bytes]:
+            raise BrokenError(f"the ledger's bytes {sums} are not what it counts")
+
+    @property
+    def _used_bytes(self) -> int:
+        return self._held_bytes + self._storing_bytes + self._leaving_bytes
+
+    def _stored_bytes(self, key: PartKey) -> int:
+        return stored_bytes(self._part_bytes[key.namespace, key.part])
+
+    def _holds(self, key: PartKey) -> bool:
+        chunk = self._chunks.get(ChunkName(key.namespace, key.chunk))
+        return chunk is not None and bool(chunk.parts >> key.part & 1)
+
+    def _hold(self, key: PartKey, *, last: bool) -> None:
+        name = ChunkName(key.namespace, key.chunk)
+        known = name in self._chunks
+        chunk = self._chunks.setdefault(name, _Chunk())
+        chunk.parts |= 1 << key.part
+        self._held_bytes += self._stored_bytes(key)
+        if last:
+            self._stamp += 1
+            chunk.stamp = self._stamp
+        if last or not known:
+            self._chunks.move_to_end(name, last=last)
+
+    def _drop(self, key: PartKey) -> None:
+        """Out of HELD, if it is there."""
+        if not self._holds(key):
+            return
+        name = ChunkName(key.namespace, key.chunk)
+        chunk = self._chunks[name]
+        chunk.parts &= ~(1 << key.part)
+        self._held_bytes -= self._stored_bytes(key)
+        if not chunk.parts:
+            del self._chunks[name]
+
+    def _leave(self, key: PartKey) -> PartRef:
+        self._drop(key)
+        self._leaving.add(key)
+        self._leaving_bytes += self._stored_bytes(key)
+        return PartRef(key, self._part_bytes[key.namespace, key.part])
+
+    def _end_storing(self, key: PartKey) -> bool:
+        """Whether it was HELD before."""
+        self._storing_bytes -= self._stored_bytes(key)
+        return self._storing.pop(key)
+
+
+def _numbers(bits: int) -> list[int]:
+    return [number for number in range(bits.bit_length()) if bits >> number & 1]

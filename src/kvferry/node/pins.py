@@ -1,0 +1,105 @@
+"""What each connection holds of the pool for its loads, and its bound. Pure.
+
+A connection's loads and lookups are owners of pins in the catalogue. Together they may hold a constant
+share of the pool: what is pinned for them or on its way for them, each part counted once however many of
+them want it. A load that reaches the bound waits for its own connection's loads; nobody else's wait for it.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from kvferry.identity.names import PartKey
+from kvferry.pool.catalogue import Catalogue
+from kvferry.pool.entries import Owner, Slot
+
+SHARE_DIVISOR = 2  # one connection may hold this fraction of the pool
+
+
+@dataclass(slots=True)
+class _Account:
+    """nbytes: of the parts in ``holders``, which counts the owners that hold each."""
+
+    nbytes: int = 0
+    holders: dict[PartKey, int] = field(default_factory=dict[PartKey, int])
+
+
+@dataclass(slots=True)
+class _Owned:
+    account: _Account
+    parts: dict[PartKey, int] = field(default_factory=dict[PartKey, int])  # its size
+
+
+class Pins:
+    """Of the whole node; loop thread only."""
+
+    def __init__(self, catalogue: Catalogue, *, pool_bytes: int) -> None:
+        self._catalogue = catalogue
+        self._limit_bytes = pool_bytes // SHARE_DIVISOR
+        self._owners: dict[Owner, _Owned] = {}
+        self._accounts: dict[Hashable, _Account] = {}
+
+    def open(self, owner: Owner, connection: Hashable) -> None:
+        """A new owner, whose parts count as the connection's until ``release``."""
+        account = self._accounts.setdefault(connection, _Account())
+        self._owners[owner] = _Owned(account)
+
+    def close(self, connection: Hashable) -> None:
+        """The connection is gone; owners that it leaves are still to be released."""
+        self._accounts.pop(connection, None)
+
+    def held_bytes(self, connection: Hashable) -> int:
+        """What the connection's owners hold now."""
+        account = self._accounts.get(connection)
+        return 0 if account is None else account.nbytes
+
+    def has_room(self, key: PartKey, nbytes: int, owner: Owner) -> bool:
+        """Whether the owner may hold this part too. One part fits in any case."""
+        account = self._owners[owner].account
+        return not account.nbytes or key in account.holders or account.nbytes + nbytes <= self._limit_bytes
+
+    def pin(self, key: PartKey, owner: Owner) -> Slot | None:
+        """As ``Catalogue.pin``."""
+        slot = self._catalogue.pin(key, owner)
+        if slot is not None:
+            self.expect(key, slot.nbytes, owner)
+        return slot
+
+    def expect(self, key: PartKey, nbytes: int, owner: Owner) -> None:
+        """The part is on its way for this owner, who will pin it; it counts as held from now on."""
+        owned = self._owners[owner]
+        if key in owned.parts:
+            return
+        owned.parts[key] = nbytes
+        account = owned.account
+        holders = account.holders.get(key, 0)
+        account.holders[key] = holders + 1
+        if not holders:
+            account.nbytes += nbytes
+
+    def unpin(self, key: PartKey, owner: Owner) -> None:
+        """As ``Catalogue.unpin``."""
+        self._catalogue.unpin(key, owner)
+        self.forget(key, owner)
+
+    def forget(self, key: PartKey, owner: Owner) -> None:
+        """It does not come, or is not waited for any more."""
+        owned = self._owners[owner]
+        nbytes = owned.parts.pop(key, None)
+        if nbytes is not None:
+            _drop(owned.account, key, nbytes)
+
+    def release(self, owner: Owner) -> None:
+        """End everything the owner holds. Idempotent."""
+        self._catalogue.release_owner(owner)
+        owned = self._owners.pop(owner, None)
+        if owned is None:
+            return
+        for key, nbytes in owned.parts.items():
+            _drop(owned.account, key, nbytes)
+
+
+def _drop(account: _Account, key: PartKey, nbytes: int) -> None:
+    account.holders[key] -= 1
+    if not account.holders[key]:
+        del account.holders[key]
+        account.nbytes -= nbytes
