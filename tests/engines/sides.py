@@ -25,9 +25,9 @@ from kvferry.engines.vllm.worker import WorkerSide
 from kvferry.identity.domain import DomainKey
 from kvferry.node.node import Node
 from kvferry.testing.connector_contract import BLOCK_TOKENS
+from kvferry.testing.expectations import eventually
 from kvferry.testing.fake_engine import FakeEngine, Kv
 from kvferry.testing.holdings import at_rest
-from kvferry.testing.tier_calls import eventually
 
 LAYERS, BLOCK_BYTES = 3, 1024
 POOL_BYTES = 64 << 20
@@ -73,8 +73,8 @@ class GatedStore:
         self._saves.wait()
         return slots
 
-    def commit(self, part: int, filled: Sequence[tuple[bytes, tuple[bytes, ...]]]) -> None:
-        self.client.commit(part, filled)
+    def commit(self, part: int, filled: Sequence[tuple[bytes, tuple[bytes, ...]]]) -> bool:
+        return self.client.commit(part, filled)
 
     def abandon(self, part: int, digests: Sequence[bytes]) -> None:
         self.client.abandon(part, digests)
@@ -211,13 +211,16 @@ class SideFleet:
         scheduler, _ = self._schedulers[id(engine)]
         scheduler.close()
 
-    def damage_node(self) -> None:
+    def damage_node(self, *, rank: int | None = None) -> None:
+        """See the contract. Here a rank's part has its number."""
         mapping = self._stores[0].client.mapping
         assert mapping is not None
         pool = np.frombuffer(mapping.view(0, POOL_BYTES), dtype=np.uint8)
         # Not while a slot is being filled: its writer would sign the damage. And never back to what it was.
         eventually(lambda: not self.node.statistics().catalogue.filling_parts, "no slot that is being filled")
-        pool += 1
+        for entry in list(self.node._app.state.catalogue._at.values()):
+            if rank in (None, entry.key.part):
+                pool[entry.offset : entry.offset + entry.nbytes] += 1
 
     def hold_loads(self) -> Callable[[], None]:
         self._gate.clear()

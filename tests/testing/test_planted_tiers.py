@@ -7,7 +7,7 @@ import pytest
 from tests.testing import broken_tiers as broken
 from tests.testing.suites import failure, names_of
 
-from kvferry.testing import tier_calls
+from kvferry.testing import expectations
 from kvferry.testing.memory_tier import MemoryStore, MemoryTier
 from kvferry.testing.tier_contract import TierContract
 
@@ -65,7 +65,7 @@ def leaked_threads_end() -> Iterator[None]:
 def test_a_planted_defect_is_caught(
     tier_class: type[MemoryTier], test: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_calls, "WAIT_S", WAIT_S)
+    monkeypatch.setattr(expectations, "WAIT_S", WAIT_S)
     store = MemoryStore(tier_class)
     tier = store.open()
     try:

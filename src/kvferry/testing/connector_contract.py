@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvferry.testing.expectations import equal, expect
 from kvferry.testing.fake_engine import FakeEngine, FakeRequest, Status
 
 BLOCK_TOKENS = 4
@@ -32,8 +33,8 @@ class ConnectorFleet(Protocol):
     def restart_node(self) -> None:
         """The node goes away without a word and is there again, empty."""
 
-    def damage_node(self) -> None:
-        """Every part that is stored now changes under its checksum."""
+    def damage_node(self, *, rank: int | None = None) -> None:
+        """Every part that is stored now, or every one of that rank, changes under its checksum."""
 
     def hold_loads(self) -> Callable[[], None]:
         """Loads get no further until the returned function is called."""
@@ -72,23 +73,24 @@ class ConnectorContract:
         """All full chunks but the one with the last token."""
         first, second = fleet.engine(), fleet.engine()
         self._store(fleet, first, Prompt(42))
-        assert self._loaded(second, Prompt(42)) == 40
+        self._loads(second, Prompt(42), 40)
         self._end(fleet, first, second)
 
     def test_a_prompt_that_is_stored_whole_still_computes_a_token(self, fleet: ConnectorFleet) -> None:
         """The engine itself refuses a hit that leaves nothing to compute."""
         first, second = fleet.engine(), fleet.engine()
         self._store(fleet, first, Prompt(40))
-        assert 0 < self._loaded(second, Prompt(40)) < 40
+        loaded = self._loaded(second, Prompt(40))
+        expect(0 < loaded < 40, f"{loaded} of 40 tokens came from the connector")
         self._end(fleet, first, second)
 
     def test_a_longer_prompt_loads_the_prefix_that_it_shares(self, fleet: ConnectorFleet) -> None:
         """And computes, and stores, the rest."""
         first, second, third = fleet.engine(), fleet.engine(), fleet.engine()
         self._store(fleet, first, Prompt(24))
-        assert self._loaded(second, Prompt(57)) == 24
+        self._loads(second, Prompt(57), 24)
         fleet.settle(second)
-        assert self._loaded(third, Prompt(57)) == 56
+        self._loads(third, Prompt(57), 56)
         self._end(fleet, first, second, third)
 
     def test_only_what_the_engine_lacks_is_loaded(self, fleet: ConnectorFleet) -> None:
@@ -96,7 +98,7 @@ class ConnectorContract:
         first, second = fleet.engine(), fleet.engine()
         self._store(fleet, first, Prompt(42))
         second.complete(second.add(Prompt(17).request("short")))
-        assert self._loaded(second, Prompt(42)) == 40 - 16
+        self._loads(second, Prompt(42), 40 - 16)
         self._end(fleet, first, second)
 
     def test_decoded_tokens_are_stored_too(self, fleet: ConnectorFleet) -> None:
@@ -107,14 +109,14 @@ class ConnectorContract:
         fleet.settle(first)
         request = second.add(FakeRequest("b", turn.all_token_ids[:25]))
         second.complete(request)
-        assert request.external_tokens == 24
+        equal(request.external_tokens, 24, "tokens from the connector")
         self._end(fleet, first, second)
 
     def test_ranks_load_their_own_parts(self, fleet: ConnectorFleet) -> None:
         """Two ranks hold different bytes of the same tokens."""
         first, second = fleet.engine(ranks=2), fleet.engine(ranks=2)
         self._store(fleet, first, Prompt(42))
-        assert self._loaded(second, Prompt(42)) == 40
+        self._loads(second, Prompt(42), 40)
         self._end(fleet, first, second)
 
     def test_salts_keep_users_apart(self, fleet: ConnectorFleet) -> None:
@@ -124,7 +126,7 @@ class ConnectorContract:
             request = (second if wanted else first).add(Prompt(42).request(f"{salt}-{wanted}"))
             request.cache_salt = salt
             (second if wanted else first).complete(request)
-            assert request.external_tokens == wanted, salt
+            equal(request.external_tokens, wanted, f"tokens under salt {salt!r}")
             fleet.settle(first)
         self._end(fleet, first, second)
 
@@ -138,7 +140,8 @@ class ConnectorContract:
             request.cache_salt = salt
             requests.append(request)
         engine.complete(*requests)
-        assert all(request.external_tokens == 0 for request in requests)
+        for request in requests:
+            equal(request.external_tokens, 0, f"tokens under salt {request.cache_salt!r:.20}")
         self._end(fleet, engine)
 
     def test_a_request_that_needs_every_position_reads_nothing(self, fleet: ConnectorFleet) -> None:
@@ -151,8 +154,8 @@ class ConnectorContract:
         again = second.add(Prompt(42).request("b"))
         again.skip_reading_prefix_cache = True
         second.complete(again)
-        assert again.external_tokens == 0
-        assert self._loaded(fleet.engine(), Prompt(42)) == 40
+        equal(again.external_tokens, 0, "tokens of a request that reads nothing")
+        self._loads(fleet.engine(), Prompt(42), 40)
         self._end(fleet, first, second)
 
     def test_scarce_blocks_neither_deadlock_nor_leak(self, fleet: ConnectorFleet) -> None:
@@ -176,7 +179,7 @@ class ConnectorContract:
         second.complete(second.add(Prompt(61, seed=5).request("other")))
         fleet.settle(second)
         second.complete(second.add(request))
-        assert request.external_tokens == 40
+        equal(request.external_tokens, 40, "tokens loaded after the preemption")
         self._end(fleet, first, second)
 
     def test_what_is_computed_after_a_preemption_is_stored(self, fleet: ConnectorFleet) -> None:
@@ -187,7 +190,7 @@ class ConnectorContract:
         first.preempt(request)
         first.complete(request)
         fleet.settle(first)
-        assert self._loaded(second, Prompt(57)) == 56
+        self._loads(second, Prompt(57), 56)
         self._end(fleet, first, second)
 
     def test_blocks_of_a_preempted_request_are_not_reused_while_they_are_copied_out(
@@ -220,7 +223,8 @@ class ConnectorContract:
         held = len(second.pool.free)
         release()
         fleet.settle(second)
-        assert held < len(second.pool.free) == 64
+        expect(held < 64, "the aborted request's blocks were freed during their load")
+        equal(len(second.pool.free), 64, "free blocks once the load has ended")
         self._end(fleet, first, second)
 
     def test_after_an_abort_the_same_prompt_has_a_load_of_its_own(self, fleet: ConnectorFleet) -> None:
@@ -231,13 +235,13 @@ class ConnectorContract:
         second.abort(self._waiting(second, Prompt(42)))
         again = second.add(Prompt(42).request("again"))
         second.step()
-        assert again.status is not Status.RUNNING
+        expect(again.status is not Status.RUNNING, "the second request runs on the aborted one's load")
         release()
         second.complete(again)
         fleet.settle(second)
-        assert again.external_tokens == 40
-        assert second.pool.reset()
-        assert self._loaded(second, Prompt(42)) == 40
+        equal(again.external_tokens, 40, "tokens of the second request")
+        expect(second.pool.reset(), "blocks are in use")
+        self._loads(second, Prompt(42), 40)
         self._end(fleet, first, second)
 
     def test_an_abort_at_any_step_leaves_nothing(self, fleet: ConnectorFleet) -> None:
@@ -250,7 +254,7 @@ class ConnectorContract:
                 second.step()
             second.abort(request)
             fleet.settle(second)
-            assert second.pool.reset(), f"aborted after {steps} steps"
+            expect(second.pool.reset(), f"blocks are in use after an abort at step {steps}")
         self._end(fleet, first, second)
 
     # -- failure -----------------------------------------------------------------------------------
@@ -262,16 +266,18 @@ class ConnectorContract:
         fleet.damage_node()
         request = second.add(Prompt(42).request("b"))
         second.complete(request)
-        assert second.recomputed == ["b"]
+        equal(second.recomputed, ["b"], "loads that failed and were recomputed")
         self._end(fleet, first, second)
 
-    def test_damage_on_several_ranks_is_recomputed_on_all(self, fleet: ConnectorFleet) -> None:
-        """The minimum over ranks counts."""
+    def test_damage_on_one_rank_is_recomputed_on_all(self, fleet: ConnectorFleet) -> None:
+        """The minimum over ranks counts, whichever has least."""
         first, second = fleet.engine(ranks=2), fleet.engine(ranks=2)
-        self._store(fleet, first, Prompt(42))
-        fleet.damage_node()
-        second.complete(second.add(Prompt(42).request("b")))
-        assert second.recomputed == ["b"]
+        for rank in range(2):
+            prompt = Prompt(42, seed=rank)
+            self._store(fleet, first, prompt)
+            fleet.damage_node(rank=rank)
+            second.complete(second.add(prompt.request(f"r{rank}")))
+            equal(second.recomputed[rank:], [f"r{rank}"], "loads that failed and were recomputed")
         self._end(fleet, first, second)
 
     def test_what_was_lost_is_stored_again(self, fleet: ConnectorFleet) -> None:
@@ -281,14 +287,14 @@ class ConnectorContract:
         fleet.damage_node()
         second.complete(second.add(Prompt(42).request("b")))
         fleet.settle(second)
-        assert self._loaded(third, Prompt(42)) == 40
+        self._loads(third, Prompt(42), 40)
         self._end(fleet, first, second, third)
 
     def test_without_a_node_requests_are_served(self, fleet: ConnectorFleet) -> None:
         """And nothing is left behind."""
         engine = fleet.engine()
         fleet.stop_node()
-        assert self._loaded(engine, Prompt(42)) == 0
+        self._loads(engine, Prompt(42), 0)
         self._end(fleet, engine)
 
     def test_a_node_that_is_gone_during_a_load_costs_the_load_alone(self, fleet: ConnectorFleet) -> None:
@@ -325,11 +331,11 @@ class ConnectorContract:
             fleet.settle(first)
             if self._loaded(second, Prompt(42, seed=seed)) == 40:
                 break
-            assert time.monotonic() < give_up, "nothing is shared since the node came back"
-        assert first.pool.reset()
+            expect(time.monotonic() < give_up, "nothing is shared since the node came back")
+        expect(first.pool.reset(), "blocks are in use")
         first.complete(first.add(Prompt(42).request("as before")))
         fleet.settle(first)
-        assert self._loaded(second, Prompt(42)) == 40
+        self._loads(second, Prompt(42), 40)
         self._end(fleet, first, second)
 
     def test_a_node_that_restarts_during_a_load_and_a_save_costs_those_alone(
@@ -358,7 +364,7 @@ class ConnectorContract:
         fleet.kill_engine(second)
         release()
         fleet.at_rest()
-        assert self._loaded(third, Prompt(42)) == 40
+        self._loads(third, Prompt(42), 40)
         self._end(fleet, first, third)
 
     def test_an_engine_that_is_killed_during_a_save_leaves_nothing_half_written(
@@ -373,7 +379,7 @@ class ConnectorContract:
         fleet.at_rest()
         self._loaded(second, Prompt(42))
         fleet.settle(second)
-        assert self._loaded(third, Prompt(42)) == 40
+        self._loads(third, Prompt(42), 40)
         self._end(fleet, second, third)
 
     # -- steps of tests ----------------------------------------------------------------------------
@@ -381,6 +387,9 @@ class ConnectorContract:
     def _store(self, fleet: ConnectorFleet, engine: FakeEngine, prompt: Prompt) -> None:
         engine.complete(engine.add(prompt.request("stores")))
         fleet.settle(engine)
+
+    def _loads(self, engine: FakeEngine, prompt: Prompt, wanted: int) -> None:
+        equal(self._loaded(engine, prompt), wanted, f"of {prompt.tokens} tokens came from the connector")
 
     def _loaded(self, engine: FakeEngine, prompt: Prompt) -> int:
         """How many tokens of the prompt the engine takes from the connector."""
@@ -401,6 +410,6 @@ class ConnectorContract:
             fleet.settle(engine)
             for _ in range(3):
                 engine.step()
-            assert len(engine.pool.free) == len(engine.pool.blocks), "blocks are held"
-            assert engine.pool.reset(), "blocks are in use"
+            equal(len(engine.pool.free), len(engine.pool.blocks), "free blocks in the end")
+            expect(engine.pool.reset(), "blocks are in use")
         fleet.at_rest()

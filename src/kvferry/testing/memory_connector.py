@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvferry.engines.planning import external_blocks
-from kvferry.errors import BrokenError
 from kvferry.testing.engine_books import BlockPool, FakeRequest, Kv, StepOutput
 from kvferry.testing.fake_engine import FakeEngine
 from kvferry.testing.memory_kv import BLOCK_TOKENS, KvStore, digests_of
@@ -78,6 +77,7 @@ class MemoryScheduler:
     def __init__(self, store: KvStore, *, ranks: int) -> None:
         self.pool: BlockPool | None = None
         self.pins: dict[int, _Pin] = {}
+        self.leases = 0
         self._store = store
         self._ranks = ranks
         self._tracked: dict[str, _Tracked] = {}
@@ -105,6 +105,8 @@ class MemoryScheduler:
         if external_tokens:
             tracked = self._tracked[request.request_id]
             tracked.loading = True
+            self.leases += 1
+            self._store.leases += 1
             blocks = external_blocks(block_ids, external_tokens=external_tokens, block_tokens=BLOCK_TOKENS)
             self._loads.append(Load(request.request_id, tracked.offered, blocks))
         return None
@@ -158,6 +160,7 @@ class MemoryScheduler:
     def load_finished(self, request_id: str) -> None:
         """Every rank has reported it, failed or not: it is not asked for again until a preemption."""
         tracked = self._tracked[request_id]
+        self._give_back(1)
         tracked.loading, tracked.settled_at = False, tracked.request.num_preemptions
         if tracked.finished:
             del self._tracked[request_id]
@@ -172,6 +175,14 @@ class MemoryScheduler:
             self._cancelled.append(request.request_id)
         else:
             del self._tracked[request.request_id]
+
+    def killed(self) -> None:
+        """The engine is gone; its leases end with it."""
+        self._give_back(self.leases)
+
+    def _give_back(self, leases: int) -> None:
+        self.leases -= leases
+        self._store.leases -= leases
 
 
 class MemoryWorker:
@@ -260,17 +271,18 @@ class MemoryWorker:
 
 
 class MemoryFleet:
-    """``ConnectorFleet`` of memory connectors. scheduler, worker: these or variants of them."""
+    """``ConnectorFleet`` of memory connectors. scheduler, worker, store: these or variants of them."""
 
     def __init__(
         self,
         *,
+        store: type[KvStore] = KvStore,
         scheduler: type[MemoryScheduler] = MemoryScheduler,
         worker: type[MemoryWorker] = MemoryWorker,
     ) -> None:
         self._scheduler = scheduler
         self._worker = worker
-        self._store = KvStore()
+        self._store = store()
         self._sides: dict[int, tuple[MemoryScheduler, list[MemoryWorker]]] = {}
 
     def engine(self, *, blocks: int = 64, ranks: int = 1, tokens_per_step: int = 64) -> FakeEngine:
@@ -302,9 +314,9 @@ class MemoryFleet:
         """See the contract."""
         self._store.restart()
 
-    def damage_node(self) -> None:
+    def damage_node(self, *, rank: int | None = None) -> None:
         """See the contract."""
-        self._store.damage()
+        self._store.damage(rank=rank)
 
     def hold_loads(self) -> Callable[[], None]:
         """See the contract."""
@@ -318,13 +330,15 @@ class MemoryFleet:
 
     def kill_engine(self, engine: FakeEngine) -> None:
         """See the contract."""
-        for worker in self._sides.pop(id(engine))[1]:
+        scheduler, workers = self._sides.pop(id(engine))
+        for worker in workers:
             worker.close()
+        scheduler.killed()
 
     def at_rest(self) -> None:
-        """A dictionary gives nothing out."""
-        if not (self._store.loads.is_set() and self._store.saves.is_set()):
-            raise BrokenError("transfers are still held: call what hold_loads and hold_saves returned")
+        """See the contract."""
+        if self._store.leases:
+            raise AssertionError(f"{self._store.leases} leases are held by nobody")
 
     def close(self) -> None:
         """Every engine that is left."""

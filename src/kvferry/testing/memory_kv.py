@@ -12,12 +12,16 @@ MAX_SALT_CHARACTERS = 256
 
 
 class KvStore:
-    """What engines of one host share: a block's bytes by rank and digest, with a checksum."""
+    """What engines of one host share: a block's bytes by rank and digest, with a checksum.
+
+    epoch: counts its starts. leases: loads that engines have under way. loads, saves: gates that hold them.
+    """
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[int, bytes], tuple[bytes, bytes]] = {}
         self.up = True
         self.epoch = 1
+        self.leases = 0
         self.loads = threading.Event()
         self.saves = threading.Event()
         for gate in (self.loads, self.saves):
@@ -43,10 +47,11 @@ class KvStore:
         if self.up:
             self._blocks.setdefault((rank, digest), (data, checksum(data)))
 
-    def damage(self) -> None:
-        """One byte of every block."""
+    def damage(self, *, rank: int | None) -> None:
+        """One byte of every block, or of every block of one rank."""
         for key, (data, wanted) in list(self._blocks.items()):
-            self._blocks[key] = (bytes([data[0] ^ 1]) + data[1:], wanted)
+            if rank in (None, key[0]):
+                self._blocks[key] = (bytes([data[0] ^ 1]) + data[1:], wanted)
 
     def stop(self) -> None:
         """Gone, with all it held."""

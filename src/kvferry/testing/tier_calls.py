@@ -3,14 +3,15 @@
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvferry.identity.names import DIGEST_BYTES, NAMESPACE_BYTES, PartKey, PartRef
 from kvferry.identity.stripes import part_checksums
+from kvferry.testing import expectations
+from kvferry.testing.expectations import expect
 from kvferry.tiers.contract import FetchItem, FetchResult, Outcome, StoreItem, Tier
 
-WAIT_S = 20.0
 DEADLINE_S = 15.0
 UNTOUCHED = 0xA5
 
@@ -34,27 +35,13 @@ class Results:
 
     def wait(self, timeout_s: float | None = None) -> list[Any]:
         """The results in order, once all are there. AssertionError otherwise, and for a repeated one."""
-        timeout_s = WAIT_S if timeout_s is None else timeout_s
+        timeout_s = expectations.WAIT_S if timeout_s is None else timeout_s
         with self._condition:
             whole = self._condition.wait_for(lambda: len(self._found) >= self._count, timeout_s)
             missing = sorted(set(range(self._count)) - set(self._found))
             expect(whole, f"items {missing} of {self._count} were not reported in {timeout_s} s")
             expect(not self._repeated, f"items {self._repeated} were reported more than once")
             return [self._found[index] for index in range(self._count)]
-
-
-def eventually(happened: Callable[[], object], what: str) -> None:
-    """Wait for what happens in the background. AssertionError when it does not."""
-    give_up = time.monotonic() + WAIT_S
-    while not happened():
-        expect(time.monotonic() < give_up, f"never happened in {WAIT_S} s: {what}")
-        time.sleep(0.01)
-
-
-def expect(condition: object, message: str) -> None:
-    """AssertionError with ``message`` unless ``condition``."""
-    if not condition:
-        raise AssertionError(message)
 
 
 def some_ref(nbytes: int, seed: int) -> PartRef:

@@ -20,15 +20,14 @@ import pytest
 from kvferry.errors import BrokenError
 from kvferry.identity.names import PartRef
 from kvferry.identity.stripes import part_checksums
-from kvferry.testing import tier_calls
+from kvferry.testing import expectations
 from kvferry.testing.census import leaves_nothing
+from kvferry.testing.expectations import eventually, expect
 from kvferry.testing.tier_calls import (
     DEADLINE_S,
     UNTOUCHED,
     Results,
     empty_memory,
-    eventually,
-    expect,
     fetch_all,
     probe_all,
     some_bytes,
@@ -167,7 +166,7 @@ class TierContract:
             results = Results(1)
             item = StoreItem(ref, data, part_checksums(data))
             tier.store([item], deadline=time.monotonic() + DEADLINE_S, done=results.done)
-            give_up = time.monotonic() + tier_calls.WAIT_S
+            give_up = time.monotonic() + expectations.WAIT_S
             while True:
                 result, memory = fetch_all(tier, [ref])[0]
                 expect(result.outcome in (Outcome.MISS, Outcome.OK), f"half of it is {result.outcome}")
@@ -363,8 +362,8 @@ class TierContract:
             tier.fetch(items, deadline=time.monotonic() + 1000.0, done=results.done)
             closing = threading.Thread(target=tier.close, daemon=True)
             closing.start()
-            closing.join(tier_calls.WAIT_S)
-            expect(not closing.is_alive(), f"close did not return in {tier_calls.WAIT_S} s")
+            closing.join(expectations.WAIT_S)
+            expect(not closing.is_alive(), f"close did not return in {expectations.WAIT_S} s")
             outcomes = {result.outcome for result in results.wait()}
             expect(outcomes <= FAILURES, f"found {outcomes}")
 
