@@ -30,6 +30,7 @@ from kvferry.values import (
 ENVIRONMENT_PREFIX = "KVFERRY_"
 # Read elsewhere than by a node: not settings of one, and no mistake either.
 OTHER_ENVIRONMENT = ("CONFIG", "DOMAIN_KEY", "PYTHON")
+MAX_SIZE_BYTES = 1 << 62
 MIN_POOL_BYTES = 64 << 20
 DEFAULT_POOL_BYTES = 4 << 30
 DEFAULT_DEADLINE_CAP_MS = 5000
@@ -85,6 +86,8 @@ def default_socket_path(environ: Mapping[str, str] = os.environ) -> Path:
 def parse_size(text: str | int) -> int:
     """Bytes from ``4GiB``, ``512MiB``, ``1.5G`` (decimal without the i) or a plain number."""
     if isinstance(text, int) and not isinstance(text, bool):
+        if not 0 <= text <= MAX_SIZE_BYTES:
+            raise MisconfiguredError("a size is negative or has too many digits; write it like 4GiB or 512MiB")
         return text
     match = _SIZE.fullmatch(str(text).strip())
     if match is None:

@@ -255,6 +255,7 @@ TOML = (
     b'pool = "64MiB"\nvalkey = "valkeys://kv@h.example:6379?ca=/a.pem"\ndeadline_cap_ms = 5000\n',
     b'socket = "/run/kvferry/node.sock"\ndomain = "payments"\nvalkey_password_file = "/nowhere"\n',
     b"pool = 67108864\nmetrics_port = 9471\n",
+    b"pool = %b\n" % (b"9" * 400),
 )
 URLS = (
     b"valkey://h:6379",
