@@ -246,31 +246,71 @@ def test_a_server_that_repeats_what_it_hears_does_not_put_the_password_into_a_me
         thread.join()
 
 
+class Rotating:
+    """A client's certificate and key under fixed names, replaced as a tool for certificates would."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.files = Issued(directory / "cert.pem", directory / "key.pem")
+
+    def replace(self, target: Path, source: Path) -> None:
+        """At once."""
+        shutil.copy(source, self._directory / "new")
+        (self._directory / "new").replace(target)
+
+    def use(self, issued: Issued) -> None:
+        """Both of them."""
+        self.replace(self.files.cert, issued.cert)
+        self.replace(self.files.key, issued.key)
+
+
+def _reconnected(tls: TlsServer, tier: ValkeyTier, *, seed: int) -> None:
+    """Ends all connections; new ones carry parts."""
+    must(tls.server.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"))
+    give_up = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(AssertionError):
+            round_trip(tier, seed=seed)
+            return
+        assert time.monotonic() < give_up
+
+
 @needs_redis
 def test_new_connections_read_replaced_certificates(tls: TlsServer, tmp_path: Path) -> None:
-    mine = Issued(tmp_path / "cert.pem", tmp_path / "key.pem")
-
-    def use(issued: Issued) -> None:
-        for source, target in ((issued.cert, mine.cert), (issued.key, mine.key)):
-            shutil.copy(source, tmp_path / "new")
-            (tmp_path / "new").replace(target)
-
+    mine = Rotating(tmp_path)
     old = Authority(tls.directory, "old authority")
-    use(old.issue("first-client"))
+    mine.use(old.issue("first-client"))
     must(tls.server.ask("CONFIG", "SET", "tls-ca-cert-file", str(old.ca)))
     tls.present(tls.authority.issue("server4"), clients="yes")
-    tier = ValkeyTier.connect(ValkeySettings(parse_url(tls.url(client=mine))))
+    tier = ValkeyTier.connect(ValkeySettings(parse_url(tls.url(client=mine.files))))
     try:
         round_trip(tier, seed=1)
         must(tls.server.ask("CONFIG", "SET", "tls-ca-cert-file", str(tls.authority.ca)))
-        use(tls.authority.issue("second-client"))
-        must(tls.server.ask("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"))
-        give_up = time.monotonic() + 30
-        while True:
-            with contextlib.suppress(AssertionError):
-                round_trip(tier, seed=2)
-                break
-            assert time.monotonic() < give_up
+        mine.use(tls.authority.issue("second-client"))
+        _reconnected(tls, tier, seed=2)
     finally:
         tier.close()
         must(tls.server.ask("CONFIG", "SET", "tls-ca-cert-file", str(tls.authority.ca)))
+
+
+@needs_redis
+def test_half_a_replacement_leaves_the_pair_before_in_use(
+    tls: TlsServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = Rotating(tmp_path)
+    mine.use(tls.authority.issue("pair-one"))
+    tls.present(tls.authority.issue("server6"), clients="yes")
+    tier = ValkeyTier.connect(ValkeySettings(parse_url(tls.url(client=mine.files))))
+    try:
+        two = tls.authority.issue("pair-two")
+        mine.replace(mine.files.cert, two.cert)
+        _reconnected(tls, tier, seed=1)
+        _reconnected(tls, tier, seed=2)
+        (line,) = [record.getMessage() for record in caplog.records if "stay in use" in record.getMessage()]
+        assert "is not the key of" in line
+        caplog.set_level("INFO")
+        mine.replace(mine.files.key, two.key)
+        _reconnected(tls, tier, seed=3)
+        assert any("were replaced and are in use" in record.getMessage() for record in caplog.records)
+    finally:
+        tier.close()
