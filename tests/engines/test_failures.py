@@ -7,7 +7,7 @@ from tests.engines.test_saving import BLOCK, Bench, EmptyNode
 
 from kvferry.client.messages import LookupAnswer, Reason
 from kvferry.engines.vllm.counters import failure, failure_reason
-from kvferry.engines.vllm.messages import LoadResult, WorkerReport
+from kvferry.engines.vllm.messages import LoadResult, SaveResult, WorkerReport
 from kvferry.testing.fake_engine import FakeRequest
 
 FAILURES = sorted(set(Reason) - {Reason.COMPLETE, Reason.ABSENT, Reason.EVICTED, Reason.CHEAPER})
@@ -78,3 +78,43 @@ def test_a_load_that_failed_is_counted_under_its_reason_and_silence_makes_the_no
     assert (counts["loads_failed"], counts[failure(reason)], node.suspected) == (1, 1, suspected)
     assert "misses" not in counts
     bench.side.finished(request)
+
+
+def _saved(bench: Bench, name: str) -> int:
+    """How many chunks are to be stored of one and the same prompt, asked under another name."""
+    request = FakeRequest(name, list(range(3 * BLOCK + 1)))
+    request.blocks = bench.pool.take(4) or []
+    assert bench.side.matched_tokens(request, 0) == (0, False)
+    bench.requests[name] = request
+    return sum(len(save.chunks) for save in bench.step(**{name: 3 * BLOCK}).saves)
+
+
+def _report(bench: Bench, save_id: int, digests: tuple[bytes, ...]) -> None:
+    bench.side.absorb(WorkerReport(saves=[SaveResult(save_id, digests, 0, 0)]))
+
+
+def _digests(bench: Bench) -> tuple[bytes, ...]:
+    return tuple(bench.side._tracked["first"].chain.digests)  # type: ignore[union-attr]
+
+
+def test_what_was_stored_is_stored_again_once_its_node_is_gone(bench: Bench, node: TroubledNode) -> None:
+    node.reason = Reason.NODE_DOWN  # so that nothing is learnt of what is stored
+    assert _saved(bench, "first") == 3
+    _report(bench, 1, _digests(bench))
+    assert _saved(bench, "second") == 0
+    node.epoch = 0
+    assert _saved(bench, "third") == 3
+    _report(bench, 2, _digests(bench))
+    node.epoch = 2
+    assert _saved(bench, "fourth") == 3
+
+
+def test_what_was_on_its_way_to_a_node_that_is_gone_is_not_taken_for_stored(
+    bench: Bench, node: TroubledNode
+) -> None:
+    node.reason = Reason.NODE_DOWN
+    assert _saved(bench, "first") == 3
+    node.epoch = 2
+    assert _saved(bench, "second") == 0  # still on its way
+    _report(bench, 1, _digests(bench))
+    assert _saved(bench, "third") == 3

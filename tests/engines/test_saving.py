@@ -31,6 +31,7 @@ class EmptyNode:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.epoch = 1
 
     def lookup(self, request: LookupRequest) -> None:
         self.asked.append(request.request_id)

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 MARK = "@@answer "
-VERBS = ("generate", "start_and_abort", "reset", "digests", "metrics")
+VERBS = ("generate", "start_and_abort", "reset", "scrub", "digests", "metrics")
 
 
 class Driver:
@@ -49,16 +49,22 @@ class Driver:
         """Whether the prefix cache could be reset."""
         return self._llm.reset_prefix_cache(**options)
 
+    def scrub(self, options: dict[str, Any]) -> Any:
+        """Overwrite the workers' KV memory with zeros, after a reset."""
+        return self._llm.collective_rpc("kvferry_scrub")
+
     def digests(self, options: dict[str, Any]) -> Any:
         """Of the workers' KV blocks."""
         return self._llm.collective_rpc("kvferry_block_digests")
 
     def metrics(self, options: dict[str, Any]) -> Any:
-        """Counters and gauges, summed over labels."""
+        """Counters and gauges, summed over labels; by reason where there is one: ``name:reason``."""
         found: dict[str, float] = {}
         for metric in self._llm.get_metrics():
             if hasattr(metric, "value"):
-                found[metric.name] = found.get(metric.name, 0) + metric.value
+                reason = metric.labels.get("reason")
+                name = f"{metric.name}:{reason}" if reason else metric.name
+                found[name] = found.get(name, 0) + metric.value
         return found
 
 

@@ -1,10 +1,12 @@
-"""Small random models and adapters for tests with a real engine. Run as a script: DIR.
+"""Small random models and adapters for tests with a real engine. Run as a script: DIR [NAME ...].
 
 Kept out of the test process: it imports torch and transformers.
 """
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,14 @@ HIDDEN, HEADS, KV_HEADS, HEAD = 256, 8, 2, 32
 LAYERS = 4
 
 
-def llama(directory: Path) -> None:
+def llama(directory: Path, *, intermediate: int = 512) -> None:
     """Full attention, two KV heads: tensor-parallel over two ranks."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
-        intermediate_size=512,
+        intermediate_size=intermediate,
         num_hidden_layers=LAYERS,
         num_attention_heads=HEADS,
         num_key_value_heads=KV_HEADS,
@@ -31,6 +33,11 @@ def llama(directory: Path) -> None:
         eos_token_id=2,
     )
     _save(LlamaForCausalLM, config, directory)
+
+
+def heavy(directory: Path) -> None:
+    """The same KV, and a prefill that takes long beside it: a load is always worth it, and may be long."""
+    llama(directory, intermediate=8192)
 
 
 def gemma(directory: Path) -> None:
@@ -93,9 +100,15 @@ def adapter(directory: Path, seed: int) -> None:
     (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
+MODELS: dict[str, Callable[[Path], None]] = {
+    "llama": llama,
+    "gemma": gemma,
+    "adapter1": partial(adapter, seed=1),
+    "adapter2": partial(adapter, seed=2),
+    "heavy": heavy,
+}
+
 if __name__ == "__main__":
-    root = Path(sys.argv[1])
-    llama(root / "llama")
-    gemma(root / "gemma")
-    adapter(root / "adapter1", 1)
-    adapter(root / "adapter2", 2)
+    root, names = Path(sys.argv[1]), sys.argv[2:]
+    for name in names or MODELS:
+        MODELS[name](root / name)

@@ -83,6 +83,11 @@ class SchedulerClient:
         """Whether there is a node now."""
         return self._connection.is_up
 
+    @property
+    def epoch(self) -> int:
+        """Of the node that is connected now; 0 for none: what it held in memory may be gone."""
+        return self._epoch
+
     def wait_connected(self, timeout_s: float) -> bool:
         """Wait for a node, for tests and start-up reports; the engine never needs it."""
         give_up = time.monotonic() + timeout_s
@@ -199,6 +204,7 @@ class SchedulerClient:
     def disconnected(self, reason: Reason) -> None:
         """See ``connection.Listener``. Loads of answers that nobody fetched yet are gone too."""
         del reason
+        self._epoch = 0
         lost = [(request_id, waiting.first_chunk) for request_id, waiting in self._waiting.items()]
         lost += [(answer.request_id, answer.first_chunk) for answer in self._answers.values()]
         self._waiting.clear()

@@ -177,13 +177,19 @@ class WorkerClient:
             before += digests
         return slots
 
-    def commit(self, part: int, filled: Sequence[tuple[bytes, tuple[bytes, ...]]]) -> None:
-        """Publish (digest, checksums per stripe) of slots that were reserved and are now filled."""
+    def commit(self, part: int, filled: Sequence[tuple[bytes, tuple[bytes, ...]]]) -> bool:
+        """Publish (digest, checksums per stripe) of slots that were reserved and are now filled.
+
+        Whether all of it left for the node; the slots of a connection that was lost are lost with it.
+        """
+        sent = True
         for at in range(0, len(filled), MAX_BATCH):
             entries = tuple(
                 Filled(digest, join_checksums(checksums)) for digest, checksums in filled[at : at + MAX_BATCH]
             )
-            self._connection.send(Commit(namespace=self._namespace.namespace, part=part, filled=entries))
+            commit = Commit(namespace=self._namespace.namespace, part=part, filled=entries)
+            sent &= self._connection.send(commit)
+        return sent
 
     def abandon(self, part: int, digests: Sequence[bytes]) -> None:
         """Give reserved slots back."""

@@ -15,6 +15,7 @@ class SaveBook:
     def __init__(self, pins: Pins) -> None:
         self._pins = pins
         self._save_id = 0
+        self._first_valid = 0  # saves before it were begun towards a node, or weights, of before
         self._wanted: dict[int, tuple[bytes, ...]] = {}
         self._stored: dict[int, list[frozenset[bytes]]] = {}
         self._in_flight: set[bytes] = set()
@@ -53,7 +54,8 @@ class SaveBook:
         wanted = self._wanted.pop(result.save_id)
         self._in_flight.difference_update(wanted)
         everywhere = frozenset.intersection(*self._stored.pop(result.save_id))
-        self.remember(digest for digest in wanted if digest in everywhere)
+        if result.save_id >= self._first_valid:
+            self.remember(digest for digest in wanted if digest in everywhere)
         return len(everywhere)
 
     def remember(self, digests: Iterable[bytes]) -> None:
@@ -70,5 +72,6 @@ class SaveBook:
             self._known.pop(digest, None)
 
     def forget_all(self) -> None:
-        """Another node, or another generation of weights."""
+        """Another node, or another generation of weights. What is on its way is stored in the old one."""
         self._known.clear()
+        self._first_valid = self._save_id + 1

@@ -209,9 +209,6 @@ class SchedulerSide:
 
     def _learn(self, tracked: Tracked, answer: LookupAnswer) -> None:
         """What the answer says about chunks that were thought to be stored."""
-        if answer.epoch and answer.epoch != self._epoch:
-            self._epoch = answer.epoch
-            self._saves.forget_all()
         if answer.reason in _MISSES and tracked.chain is not None:
             self._saves.forget(tracked.chain.digests[answer.first_chunk + answer.count :])
 
@@ -294,7 +291,7 @@ class SchedulerSide:
         story.loaded_bytes += sum(result.nbytes for result in results)
         story.load_s += self._clock() - tracked.load_began
         self.counts.add("loaded_tokens", loaded * tokens)
-        if tracked.chain is not None:
+        if tracked.chain is not None and answer.epoch == self._epoch:
             self._saves.remember(tracked.chain.digests[first : first + loaded])
 
     # -- saves and steps ---------------------------------------------------------------------------
@@ -303,6 +300,9 @@ class SchedulerSide:
         """What the workers do with this step: loads that begin now, saves once its forward has run."""
         self._step += 1
         self._named_tokens = 0
+        if self._client.epoch != self._epoch:  # what was stored went with its node
+            self._epoch = self._client.epoch
+            self._saves.forget_all()
         scheduled: list[tuple[Tracked, int]] = []
         prefills: list[tuple[int, int]] = []
         for request_id, tokens in output.num_scheduled_tokens.items():

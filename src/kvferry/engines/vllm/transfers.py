@@ -51,7 +51,7 @@ class Store(Protocol):
     def reserve(
         self, prefix: Sequence[bytes], wanted: Sequence[bytes], *, part: int, timeout_s: float
     ) -> list[ReservedSlot]: ...
-    def commit(self, part: int, filled: Sequence[tuple[bytes, tuple[bytes, ...]]]) -> None: ...
+    def commit(self, part: int, filled: Sequence[tuple[bytes, tuple[bytes, ...]]]) -> bool: ...
     def abandon(self, part: int, digests: Sequence[bytes]) -> None: ...
     def close(self) -> None: ...
 
@@ -300,10 +300,13 @@ class Saver:
                         declined += 1
                     else:
                         self._copier.save(chunk.blocks, slot.view, after=after)
-                        store.commit(part.number, [(chunk.digest, part_checksums(slot.view))])
+                        filled = [(chunk.digest, part_checksums(slot.view))]
                         open_slots.discard(chunk.digest)
-                        stored.append(chunk.digest)
-                        nbytes += slot.view.nbytes
+                        if store.commit(part.number, filled):
+                            stored.append(chunk.digest)
+                            nbytes += slot.view.nbytes
+                        else:
+                            declined += 1
             finally:
                 if open_slots:
                     store.abandon(part.number, sorted(open_slots))
