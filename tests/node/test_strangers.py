@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.node.conftest import make_engine
-from tests.node.fleet import NAMESPACE, NodeProcess, digests, eventually, settings
+from tests.node.fleet import NAMESPACE, Engine, NodeProcess, digests, eventually, settings
 
 from kvferry import __version__
 from kvferry.client.admin import AdminClient
@@ -22,7 +22,7 @@ from kvferry.errors import RefusedError, RetryError
 from kvferry.node import server
 from kvferry.node.framing import LENGTH, FrameBuffer, encode, refusal_text
 from kvferry.node.node import Node
-from kvferry.node.wire import MAX_HELLO_BYTES, PROTOCOL, Hello, Ping, Role, Welcome
+from kvferry.node.wire import MAX_FRAME_BYTES, MAX_HELLO_BYTES, PROTOCOL, Hello, Ping, Role, Welcome
 from kvferry.secret import MAX_SECRET_BYTES
 
 FLOOD = 300
@@ -231,3 +231,23 @@ def test_what_holds_a_token_does_not_show_it() -> None:
     token = "mark-of-a-token"
     hello = Hello(protocol=PROTOCOL, version="1", role=Role.WORKER, token=token)
     assert token not in f"{hello!r}{hello}{Identity(role=Role.WORKER, token=token)!r}"
+
+
+def test_what_all_clients_make_the_node_hold_is_bounded(
+    node: Node, engine: Engine, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MAX_HELD_BYTES", 1 << 20)
+    half = LENGTH.pack(MAX_FRAME_BYTES) + bytes(300_000)
+    socks = []
+    for number in range(8):
+        sock = stack.enter_context(open_socket(node.settings.socket_path, LIMIT_S))
+        handshake = Handshake(sock, Identity(role=Role.ADMIN, engine=str(number)), timeout_s=LIMIT_S)
+        handshake.run()
+        socks.append(sock)
+        with contextlib.suppress(OSError):
+            sock.settimeout(LIMIT_S)
+            sock.sendall(half)
+    eventually(lambda: _refused(node, "holds-most") >= 5, "cut off")
+    assert engine.lookup(digests(1)).count == 0
+    held = [connection.held_bytes for connection in list(node._server.connections.values())]
+    assert sum(held) <= 1 << 20

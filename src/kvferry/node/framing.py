@@ -22,6 +22,7 @@ from kvferry.node.wire import (
 )
 
 LENGTH = struct.Struct("<I")
+MAX_SHOWN = 64  # characters of another version's text
 
 
 class _AnyHello(msgspec.Struct, tag="Hello", frozen=True):
@@ -83,8 +84,8 @@ def hello_mismatch(payload: bytes | memoryview, *, version: str) -> str | None:
     if hello.protocol == PROTOCOL:
         return None
     return (
-        f"this node is kvferry {version} (protocol {PROTOCOL}), the client is kvferry {hello.version} "
-        f"(protocol {hello.protocol}): install the same version on both sides"
+        f"this node is kvferry {version} (protocol {PROTOCOL}), the client is kvferry "
+        f"{hello.version[:MAX_SHOWN]} (protocol {hello.protocol}): install the same version on both sides"
     )
 
 
@@ -103,6 +104,15 @@ class FrameBuffer:
         """limit: longest payload, in bytes; raise it when the other side has shown who it is."""
         self.limit = limit
         self._data = bytearray()
+
+    @property
+    def held_bytes(self) -> int:
+        """Of a frame that is not complete yet."""
+        return len(self._data)
+
+    def clear(self) -> None:
+        """Give up what is not complete."""
+        self._data.clear()
 
     def feed(self, data: bytes) -> list[bytes]:
         """The payloads that are complete now. Raises RefusedError on a length over the limit."""

@@ -21,6 +21,8 @@ MAX_CONNECTIONS = 256
 MAX_STRANGERS = 32
 """Connections without a hello yet: one more, and the oldest makes room. A client says hello at once."""
 MAX_UNSENT_BYTES = 32 << 20
+MAX_HELD_BYTES = 256 << 20
+"""Of all connections together, half-received and unsent: beyond it, the one that holds most is cut off."""
 HELLO_TIMEOUT_S = 5.0
 READ_BYTES = 1 << 18
 
@@ -52,6 +54,7 @@ class Connection:
         self._server = server
         self._frames = FrameBuffer(limit=MAX_HELLO_BYTES)
         self._unsent = bytearray()
+        self._held_bytes = 0
         self._closed = False
         self._timer: Timer = server.loop.at(server.loop.clock() + HELLO_TIMEOUT_S, self._hello_late)
         server.loop.watch(sock, selectors.EVENT_READ, self)
@@ -65,6 +68,7 @@ class Connection:
             self.close("slow-reader")
             return
         self._server.unsent.add(self)
+        self._account()
 
     def send_now(self, message: Message, descriptor: int) -> None:
         """Send with a descriptor. The client waits for it, so that its socket has room."""
@@ -91,6 +95,7 @@ class Connection:
             self.close("gone")
             return
         del self._unsent[:sent]
+        self._account()
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
         self._server.loop.watch(self._sock, events, self)
 
@@ -121,7 +126,19 @@ class Connection:
         self._server.loop.unwatch(self._sock)
         self._sock.close()
         self._unsent.clear()
+        self._frames.clear()
+        self._account()
         self._server.forget(self, cause)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that this client makes the node hold: half a frame, and what it does not read."""
+        return self._held_bytes
+
+    def _account(self) -> None:
+        now = len(self._unsent) + self._frames.held_bytes
+        self._server.hold(now - self._held_bytes)
+        self._held_bytes = now
 
     def _hello_late(self) -> None:
         self.refuse(f"no hello within {HELLO_TIMEOUT_S:.0f} s", "no-hello")
@@ -137,7 +154,9 @@ class Connection:
             self.close("gone")
             return
         try:
-            for payload in self._frames.feed(data):
+            payloads = self._frames.feed(data)
+            self._account()
+            for payload in payloads:
                 if self._closed:
                     return
                 if self.hello is None:
@@ -157,6 +176,9 @@ class Connection:
             raise RefusedError(f"the first message must be Hello, not {type(hello).__name__}")
         if not hmac.compare_digest(hello.token.encode(), self._server.token.encode()):
             self.refuse(_token_complaint(shown=bool(hello.token), wanted=bool(self._server.token)), "token")
+            return
+        if len(self._server.connections) >= MAX_CONNECTIONS:
+            self._server.too_many(self)
             return
         welcome = self._server.handler.welcome(self, hello)
         self.hello = hello
@@ -186,6 +208,7 @@ class Server:
         self.connections: dict[int, Connection] = {}  # those that said a good hello
         self.unsent: set[Connection] = set()
         self._strangers: dict[int, Connection] = {}  # oldest first
+        self._held_bytes = 0
         self._access = Access(group)
         self._peer_of = peer_of
         self._numbers = 0
@@ -229,13 +252,27 @@ class Server:
         if not self._access.admits(peer):
             connection.refuse(f"this node serves {self._access}, not user {peer.uid}", "foreign-user")
         elif len(self.connections) >= MAX_CONNECTIONS:
-            connection.refuse(f"this node has {MAX_CONNECTIONS} connections already", "too-many")
+            self.too_many(connection)
         elif len(self._strangers) > MAX_STRANGERS:
             oldest = next(iter(self._strangers.values()))
             oldest.refuse(f"{MAX_STRANGERS} later connections wait to say hello", "crowded-out")
 
     def crashed(self) -> None:
         """See ``loop.Watcher``. A failed accept costs that connection alone."""
+
+    def too_many(self, connection: Connection) -> None:
+        """There is no room for this one."""
+        connection.refuse(f"this node has {MAX_CONNECTIONS} connections already", "too-many")
+
+    def hold(self, more_bytes: int) -> None:
+        """A connection holds so much more memory, or less. Cuts off who holds most when it is too much."""
+        self._held_bytes += more_bytes
+        if more_bytes > 0 and self._held_bytes > MAX_HELD_BYTES:
+            self.loop.post(self._shed)
+
+    def _shed(self) -> None:
+        if self._held_bytes > MAX_HELD_BYTES and self.connections:
+            max(self.connections.values(), key=lambda connection: connection.held_bytes).close("holds-most")
 
     def accepted(self, connection: Connection) -> None:
         """A connection has said a good hello."""
