@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from tests.node.domains import BLUE, CHUNK_TOKENS, GREEN, Domain, engine_of, grant, host, names
-from tests.node.fleet import PART_BYTES, WAIT_S, at_rest, eventually
+from tests.node.fleet import PART_BYTES, WAIT_S, Engine, NodeProcess, at_rest, eventually
 from tests.servers import Server, running_server
 
+from kvferry.client.admin import AdminClient
 from kvferry.client.messages import LoadEnd, NamespaceInfo, Reason, Tier
 from kvferry.client.worker import WorkerClient
 from kvferry.identity.chunks import ChunkChain
@@ -20,6 +21,7 @@ from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.stream import Until
 
 COUNT = 4
+FLOOD_PROMPTS = 15
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +215,63 @@ def test_a_node_stays_with_its_domain_when_the_last_engine_has_gone(
     stack.callback(worker.close)
     eventually(lambda: worker.last_error, "the refusal")
     assert worker.mapping is None
+
+
+def _process(path: Path, domain: Domain, server: Server, stack: ExitStack, *extra: str) -> NodeProcess:
+    """``kvferry node`` of a domain, as its user at Valkey."""
+    path.mkdir(mode=0o700)
+    secret = path / "password"
+    secret.write_text(f"password-of-{domain.name}")
+    secret.chmod(0o600)
+    url = f"valkey://{domain.name}@127.0.0.1:{server.port}"
+    arguments = ["--valkey", url, "--valkey-password-file", str(secret), "--domain", domain.name, *extra]
+    process = NodeProcess(path / "node.sock", extra=arguments)
+    stack.callback(process.close)
+    return process
+
+
+def _flood(domain: Domain, node: NodeProcess, stack: ExitStack) -> None:
+    """Stores several times what the server has room for."""
+    engine = Engine(node.socket_path, domain.namespace, name="flood")
+    stack.callback(engine.close)
+    engine.connected()
+    with AdminClient(node.socket_path) as admin:
+        for seed in range(FLOOD_PROMPTS):
+            assert engine.save(domain.digests(10, seed=seed)) == 10
+            eventually(lambda: not admin.status()["writeback_backlog_bytes"], "written back")
+        assert admin.status()["counters"]["stored_parts"] == 10 * FLOOD_PROMPTS
+
+
+@pytest.mark.parametrize(("quota", "unharmed"), [("32MiB", True), (None, False)])
+def test_a_domain_that_floods_takes_its_own_quota_only(
+    tmp_path: Path, stack: ExitStack, quota: str | None, unharmed: bool
+) -> None:
+    """Without a quota the server's eviction takes from everybody, or this test could not fail."""
+    server = stack.enter_context(running_server("--maxmemory", "96mb", "--maxmemory-policy", "allkeys-lru"))
+    for domain in (BLUE, GREEN):
+        grant(server, domain.acl())
+    chunks = BLUE.digests(10)
+    first = _process(tmp_path / "blue-1", BLUE, server, stack)
+    engine = Engine(first.socket_path, BLUE.namespace)
+    stack.callback(engine.close)
+    assert engine.connected().save(chunks) == 10
+    eventually(lambda: len(names(server, BLUE, chunks)) == 20, "written back")  # two stripes each
+    limits = [] if quota is None else ["--valkey-quota", quota]
+    _flood(GREEN, _process(tmp_path / "green", GREEN, server, stack, *limits), stack)
+    answer = engine.lookup(chunks)
+    assert answer.tiers == (Tier.MEMORY,) * 10  # its own node's memory was out of reach in any case
+    assert engine.load(answer, chunks) == [LoadEnd(Reason.COMPLETE, 10)]
+    engine.close()
+    assert first.close() == 0
+    second = _process(tmp_path / "blue-2", BLUE, server, stack)  # has only what Valkey holds
+    engine = Engine(second.socket_path, BLUE.namespace)
+    stack.callback(engine.close)
+    answer = engine.connected().lookup(chunks)
+    assert (answer.tiers == (Tier.VALKEY,) * 10) is unharmed
+    if unharmed:
+        assert engine.load(answer, chunks) == [LoadEnd(Reason.COMPLETE, 10)]
+        kept = [key for key in server.key_names() if key.startswith(f"kvf1:{GREEN.tag.hex()}".encode())]
+        assert 0 < len(kept) <= 2 * 32
 
 
 def test_another_domain_fills_its_own_nodes_memory_alone(
