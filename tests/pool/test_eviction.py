@@ -239,3 +239,15 @@ def test_probation_is_never_squeezed_out(reused: int) -> None:
         put(made, prompt, range(1))
     newest = [made.state(key(prompt, 0)) for prompt in range(1200 - int(100 * PROBATION_SHARE), 1200)]
     assert newest == [EntryState.READY] * int(100 * PROBATION_SHARE)
+
+
+def test_asking_whether_a_prefix_is_there_keeps_none_of_it() -> None:
+    made = catalogue(10 * MIB)
+    put(made, 0, range(5))
+    put(made, 1, range(5))
+    for _ in range(20):
+        assert made.run(SPACE, chunks(0, 5)) == 5
+        assert made.state(key(0, 0)) is EntryState.READY
+    put(made, 2, range(5))
+    assert made.run(SPACE, chunks(0, 5)) == 0
+    assert made.run(SPACE, chunks(1, 5)) == 5
