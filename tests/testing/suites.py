@@ -1,20 +1,25 @@
-"""Runs one test of a contract suite over a subject, as pytest would, and says how it failed."""
+"""Runs one test over a subject, as pytest would, and says how it failed."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 
-def failure(suite: type, test: str, **fixtures: Any) -> str:
+def failure_of(test: Callable[..., None], **fixtures: Any) -> str:
     """The message of the failure, or nothing. fixtures: of which the test gets those it names."""
-    method = getattr(suite(), test)
-    wanted = {name: fixtures[name] for name in inspect.signature(method).parameters}
+    wanted = {name: fixtures[name] for name in inspect.signature(test).parameters}
     try:
-        method(**wanted)
+        test(**wanted)
     except (Exception, pytest.fail.Exception) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def failure(suite: type, test: str, **fixtures: Any) -> str:
+    """The same for a test of a contract suite."""
+    return failure_of(getattr(suite(), test), **fixtures)
 
 
 def names_of(suite: type) -> list[str]:
