@@ -75,7 +75,7 @@ def open_socket(path: Path, timeout_s: float, *, group: int | None = None) -> so
 
 
 def _connect(sock: socket.socket, path: Path, timeout_s: float) -> None:
-    """With a time-out, Linux does not wait for room in a Unix listener's queue: so ask again. Raises OSError."""
+    """Raises OSError. With a time-out, Linux does not wait for room in a listener's queue: so ask again."""
     give_up = time.monotonic() + timeout_s
     while True:
         try:

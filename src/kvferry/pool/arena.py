@@ -1,8 +1,9 @@
 """The pool's memory: one sealed memfd, mapped at 2 MiB alignment by the node and by every engine process.
 
 There is no name in /dev/shm, so nothing is left behind whoever dies, and the seals keep anyone who holds
-the descriptor from resizing it. Core dumps leave it out, of the node as of engines: it holds users' prompts. ``view`` gives writable memory without copying. ``close`` drops the
-mapping's own hold; the pages are unmapped when the last view given out is gone, so a view never dangles.
+the descriptor from resizing it. Core dumps leave it out, of the node as of engines: it holds users' prompts.
+``view`` gives writable memory without copying. ``close`` drops the mapping's own hold; the pages are unmapped
+when the last view given out is gone, so a view never dangles.
 """
 
 import contextlib
