@@ -107,9 +107,9 @@ class TimedStore:
             return []
         return slots
 
-    def commit(self, part: int, filled: Sequence[tuple[bytes, tuple[bytes, ...]]]) -> None:
+    def commit(self, part: int, filled: Sequence[tuple[bytes, tuple[bytes, ...]]]) -> bool:
         """As the client does."""
-        self.worker.commit(part, filled)
+        return self.worker.commit(part, filled)
 
     def abandon(self, part: int, digests: Sequence[bytes]) -> None:
         """As the client does."""
