@@ -171,6 +171,12 @@ class Fleet:
             raise MisconfiguredError("this step needs a Valkey that the demo started itself; omit --valkey")
         return self._valkey
 
+    def kill_valkey(self) -> None:
+        """SIGKILL; what it held is gone."""
+        self.valkey.kill_at_once()
+        self._children.stop(self.valkey)
+        self._valkey = None
+
     @property
     def owns_valkey(self) -> bool:
         """Whether the server may be stopped by us."""
@@ -276,6 +282,13 @@ class Fleet:
             )
             self.replicas[name] = replica
             self._say(f"replica {name} ready ({time.monotonic() - started.begun:.0f} s)")
+
+    def kill_replica(self, name: str) -> None:
+        """SIGKILL for all of its processes."""
+        child = self._engines.pop(name)
+        child.kill_at_once()
+        self._children.stop(child)
+        del self.replicas[name]
 
     def stop_replica(self, name: str) -> None:
         """An orderly stop, as in a rolling restart."""

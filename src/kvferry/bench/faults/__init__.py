@@ -1,0 +1,1 @@
+"""``kvferry bench faults``: real engines while parts of the fleet break."""

@@ -1,0 +1,276 @@
+"""One trial: a prompt in Valkey alone, a fault, a request, what later requests lose, the way back."""
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kvferry.bench.faults.kinds import Kind, Moment
+from kvferry.bench.faults.stage import LOAD_S, LOADS_FROM, WITHIN_S, Stage
+from kvferry.bench.prompts import Prompts
+from kvferry.demo.ask import Asking, Question, Replica, Reply
+from kvferry.demo.engineview import counter_of
+from kvferry.demo.verify import block_digests, check_answer, check_blocks, forget_everything
+from kvferry.errors import KvferryError, RetryError
+
+MAX_TOKENS = 8
+AFTER_TOKENS = 300
+AFTER_REQUESTS = 3
+TTFT_EXTRA_S = 0.5
+MAX_LOST_S = 0.010
+TRIES = 4
+POLL_S = 0.002
+SEEN_SHARE = 0.2  # of a load's bytes have passed when it is broken
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What a request lost by the connector's own timers, seconds: waiting for answer or load, in hooks."""
+
+    lookup_s: float
+    load_s: float
+    hooks_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.lookup_s + self.load_s + self.hooks_s
+
+
+@dataclass(slots=True)
+class Trial:
+    """cold_s: TTFT of the same prompt where nobody had it. deadline_s: the load's, by the node; 0 for none.
+
+    itself: what the request lost. after: the requests that follow while the part is still broken.
+    back_s: from the mending to a request that reused everything. baseline_s: until the node held nothing.
+    problems: a wrong answer, or a trial that did not try what it should.
+    """
+
+    fault: str
+    moment: str
+    cold_s: float = 0.0
+    ttft_s: float = 0.0
+    deadline_s: float = 0.0
+    wanted_blocks: int = 0
+    loaded_blocks: int = 0
+    reasons: dict[str, int] = field(default_factory=dict[str, int])
+    itself: Lost = field(default_factory=lambda: Lost(0.0, 0.0, 0.0))
+    after: list[Lost] = field(default_factory=list[Lost])
+    back_s: float | None = None
+    back_requests: int = 0
+    baseline_s: float | None = None
+    problems: list[str] = field(default_factory=list[str])
+
+    @property
+    def bound_s(self) -> float:
+        """The longest TTFT that keeps the promise."""
+        return self.cold_s + self.deadline_s + TTFT_EXTRA_S
+
+    def document(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {
+            "bound_s": self.bound_s,
+            "after_lost_s": [lost.total_s for lost in self.after],
+        }
+
+
+class Counted:
+    """A replica's counters, and what was added to them since."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._before = replica.metrics()
+
+    def __call__(self, name: str) -> float:
+        """Of a counter of the connector."""
+        full = f"vllm:kvferry_{name}"
+        return counter_of(self._replica.metrics(), full) - counter_of(self._before, full)
+
+    def reasons(self) -> dict[str, int]:
+        """Failures by reason."""
+        before, now = failures_of(self._before), failures_of(self._replica.metrics())
+        return {reason: n - before.get(reason, 0) for reason, n in now.items() if n > before.get(reason, 0)}
+
+
+def failures_of(page: str) -> dict[str, int]:
+    """Failures by reason, from an engine's Prometheus page."""
+    found: dict[str, int] = {}
+    for line in page.splitlines():
+        if line.startswith("vllm:kvferry_failures_total{"):
+            reason = line.partition('reason="')[2].partition('"')[0]
+            found[reason] = found.get(reason, 0) + int(float(line.rpartition(" ")[2]))
+    return found
+
+
+class Trials:
+    """Carries trials out on a started stage. tokens: of a prompt, whole blocks and a tail."""
+
+    def __init__(self, stage: Stage, prompts: Prompts, *, tokens: int, block_tokens: int) -> None:
+        self._stage = stage
+        self._prompts = prompts
+        self._tokens = tokens
+        self._block_tokens = block_tokens
+        self._asked = 0
+
+    def warm_up(self) -> None:
+        """Run every kernel and touch all KV memory; the second prompt teaches the connector the prefill."""
+        for replica in self._stage.fleet.replicas.values():
+            forget_everything(replica)
+            for _ in range(2):
+                self._ask(replica, self._prompts.tokens(self._tokens))
+
+    def run(self, kind: Kind, moment: Moment) -> Trial:
+        """One trial. Whatever was broken is mended, or KvferryError says why it could not be."""
+        for _ in range(TRIES):
+            trial = Trial(kind.name, moment.value, wanted_blocks=self._tokens // self._block_tokens)
+            prompt, cold = self._stored(trial)
+            broken, reply = self._broken(kind, moment, trial, prompt)
+            if not broken:
+                continue
+            try:
+                self._check(trial, kind, reply, cold, prompt)
+                self._after(trial, self._stage.a if kind.own else self._stage.b)
+            finally:
+                begun = time.monotonic()
+                kind.mends(self._stage)
+            self._back(trial, prompt, begun=time.monotonic() if kind.own else begun)
+            trial.baseline_s = trial.baseline_s or self._stage.at_rest()
+            return trial
+        trial.problems.append(f"no load could be caught in {TRIES} tries")
+        return trial
+
+    # -- the parts of it ---------------------------------------------------------------------------
+
+    def _stored(self, trial: Trial) -> tuple[tuple[int, ...], Reply]:
+        """A prompt that A has computed and that lies in Valkey alone, and A's answer."""
+        stage, prompt = self._stage, self._prompts.tokens(self._tokens)
+        stage.at_rest()
+        before = stage.fleet.node_view.committed_parts()
+        cold = self._ask(stage.a, prompt)
+        trial.cold_s = cold.ttft_s
+        stage.fleet.node_view.wait_saved(parts=before + trial.wanted_blocks)
+        stage.at_rest()
+        stage.fleet.node_view.drop_memory()
+        forget_everything(stage.b)
+        return prompt, cold
+
+    def _broken(
+        self, kind: Kind, moment: Moment, trial: Trial, prompt: tuple[int, ...]
+    ) -> tuple[bool, Reply | None]:
+        """Whether it broke when it should, and the answer, if one came."""
+        stage = self._stage
+        counted, hooks_s = Counted(stage.b), stage.hooks_s()
+        question = self._question(prompt)
+        if moment is Moment.BEFORE:
+            kind.breaks(stage)
+            reply = None if kind.own else stage.b.ask(question)
+            broken = True
+        else:
+            asking = Asking(stage.b, question)
+            broken = self._break_load(kind, trial, asking, question)
+            reply = self._reply(asking, kind)
+        stage.proxy.replies.rate_bytes_s = None
+        if not (kind.own and broken):
+            trial.itself = Lost(counted("lookup_seconds"), counted("load_seconds"), stage.hooks_s() - hooks_s)
+            trial.loaded_blocks = int(counted("loaded_tokens")) // self._block_tokens
+            trial.reasons = counted.reasons()
+            if counted("misses"):
+                trial.problems.append("a failure was counted as a miss")
+        if not trial.deadline_s:
+            trial.deadline_s = self._deadline_s(question)
+        return broken, reply
+
+    def _break_load(self, kind: Kind, trial: Trial, asking: Asking, question: Question) -> bool:
+        stage, replies = self._stage, self._stage.proxy.replies
+        nbytes = self._load_bytes()
+        begun, replies.rate_bytes_s = replies.passed_bytes, nbytes / LOAD_S
+        while replies.passed_bytes < begun + SEEN_SHARE * nbytes:
+            if asking.done:
+                return False
+            time.sleep(POLL_S)
+        trial.deadline_s = self._deadline_s(question)
+        kind.breaks(stage)
+        return True
+
+    def _reply(self, asking: Asking, kind: Kind) -> Reply | None:
+        try:
+            return asking.reply()
+        except RetryError:
+            if kind.own:
+                return None
+            raise
+
+    def _load_bytes(self) -> int:
+        spaces = self._stage.fleet.node_view.status()
+        stored = spaces["counters"]["committed_bytes"] / max(1, spaces["counters"]["committed_parts"])
+        return int(stored * (self._tokens // self._block_tokens))
+
+    def _deadline_s(self, question: Question) -> float:
+        """What the node gave the load; 0 when it gave none, or cannot be asked."""
+        try:
+            records = self._stage.fleet.node_view.explain(question.request_id)
+        except KvferryError:
+            return 0.0
+        return float(records[0].get("deadline_s") or 0.0) if records else 0.0
+
+    def _check(
+        self, trial: Trial, kind: Kind, reply: Reply | None, cold: Reply, prompt: tuple[int, ...]
+    ) -> None:
+        """The answer is the one of an engine that has as much of the prompt itself."""
+        stage = self._stage
+        if reply is None:  # the client asks the other replica
+            trial.baseline_s = stage.at_rest()
+            reply = self._ask(stage.a, prompt)
+            trial.loaded_blocks = 0
+            reference = self._reference(prompt, trial.wanted_blocks, cold)
+        else:
+            blocks = check_blocks(block_digests(stage.b), block_digests(stage.a), wanted=trial.loaded_blocks)
+            if not blocks.passed:
+                trial.problems.append(f"only {blocks.equal} of {blocks.wanted} loaded blocks are right")
+            reference = self._reference(prompt, trial.loaded_blocks, cold)
+        trial.ttft_s = reply.ttft_s
+        if not check_answer(reply, reference, against="").passed:
+            trial.problems.append("the answer is not the one of an engine at the same boundary")
+        if kind.harmless and trial.loaded_blocks < trial.wanted_blocks:
+            trial.problems.append("the load did not go on")
+
+    def _reference(self, prompt: tuple[int, ...], blocks: int, cold: Reply) -> Reply:
+        """A's answer with so many blocks of its own."""
+        if blocks == 0:
+            return cold
+        if blocks == len(prompt) // self._block_tokens:
+            return self._ask(self._stage.a, prompt)
+        salt = f"reference{time.monotonic_ns()}"
+        self._ask(self._stage.a, prompt[: blocks * self._block_tokens + 1], salt=salt)
+        return self._ask(self._stage.a, prompt, salt=salt)
+
+    def _after(self, trial: Trial, replica: Replica) -> None:
+        """New short prompts while the part is broken."""
+        for _ in range(AFTER_REQUESTS):
+            counted, hooks_s = Counted(replica), self._stage.hooks_s()
+            self._ask(replica, self._prompts.tokens(AFTER_TOKENS))
+            trial.after.append(
+                Lost(counted("lookup_seconds"), counted("load_seconds"), self._stage.hooks_s() - hooks_s)
+            )
+
+    def _back(self, trial: Trial, prompt: tuple[int, ...], *, begun: float) -> None:
+        """Until B reuses all of it again; A is asked too, since what was lost must be stored again."""
+        stage = self._stage
+        while True:
+            forget_everything(stage.fleet.replicas[LOADS_FROM])
+            asked = time.monotonic()
+            trial.back_requests += 1
+            reply = self._ask(stage.b, prompt)
+            if reply.cached_tokens == trial.wanted_blocks * self._block_tokens:
+                trial.back_s = asked - begun
+                return
+            if time.monotonic() - begun > WITHIN_S:
+                trial.problems.append(f"reuse did not return within {WITHIN_S:.0f} s")
+                return
+            self._ask(stage.a, prompt)
+
+    def _ask(self, replica: Replica, prompt: tuple[int, ...], *, salt: str = "") -> Reply:
+        return replica.ask(self._question(prompt, salt=salt))
+
+    def _question(self, prompt: tuple[int, ...], *, salt: str = "") -> Question:
+        self._asked += 1
+        return Question(f"faults{self._asked}-{time.monotonic_ns()}", prompt, MAX_TOKENS, salt)
