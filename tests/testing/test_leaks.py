@@ -21,7 +21,7 @@ from kvferry.node.node import Node
 from kvferry.testing.census import leaves_nothing
 from kvferry.testing.holdings import Holdings, at_rest, returns_everything, wait_for_baseline
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Leaks:

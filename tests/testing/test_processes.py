@@ -18,7 +18,7 @@ from kvferry.testing.processes import NodeProgram, Program
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 READY = "import pathlib, sys, time; pathlib.Path('ready').touch(); print('hello', flush=True);"
 SOURCES = str(Path(__file__).parents[2] / "src")
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def program(directory: Path, code: str, *, start_s: float = WAIT_S) -> Program:

@@ -16,7 +16,7 @@ from kvferry.testing.faults import Corrupt, Cut, Ending, Insert
 from kvferry.testing.proxy import Proxy, obey
 from kvferry.testing.relay import Side
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 DATA = bytes(range(256)) * 400
 
 
@@ -305,11 +305,11 @@ def test_a_slow_close_delays_the_end_and_not_the_bytes(
     proxy.replies.close_delay_s = 0.3
     client.sendall(b"x")
     assert read(client, 1) == b"x"
+    began = time.monotonic()
     client.shutdown(socket.SHUT_WR)
     until(lambda: bool(echo.ended))
-    began = time.monotonic()
     assert read_to_end(client) == (b"", "end")
-    assert time.monotonic() - began > 0.1
+    assert time.monotonic() - began >= 0.3
 
 
 def test_reset_reaches_both_sides_and_later_connections_work(

@@ -13,7 +13,7 @@ from kvferry.testing.expectations import equal, expect
 from kvferry.testing.fake_engine import FakeEngine, FakeRequest, Status
 
 BLOCK_TOKENS = 4
-RECOVERY_S = 30.0
+RECOVERY_S = 60.0
 """How long a connector may take to use a node that came back: as long as its clients' slowest retry."""
 
 

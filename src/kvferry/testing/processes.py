@@ -20,8 +20,8 @@ from kvferry.demo.processes import STOP_GRACE_S, Child, wait_until
 from kvferry.errors import ClosedError, KvferryError, RefusedError, RetryError
 from kvferry.testing.holdings import Holdings
 
-START_S = 30.0
-WAIT_S = 30.0
+START_S = 60.0
+WAIT_S = 60.0
 _POLL_S = 0.01
 
 

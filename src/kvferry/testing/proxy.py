@@ -189,7 +189,7 @@ class Proxy:
             if any(lane.held and not lane.done for lane in link.lanes):
                 times.append(now + HELD_POLL_S)
         for key in list(self._selector.get_map().values()):
-            if key.fileobj in wanted:
+            if isinstance(key.fileobj, socket.socket) and key.fileobj in wanted:
                 events, link = wanted.pop(key.fileobj)
                 if events != key.events:
                     self._selector.modify(key.fileobj, events, link)
