@@ -33,6 +33,7 @@ OPTIONS = (
     *("--maxmemory", f"{MEMORY_MB}mb"),
     *("--maxmemory-policy", "allkeys-lru"),
     *("--repl-backlog-size", "4mb"),
+    *("--client-output-buffer-limit", "replica", "0", "0", "0"),  # on a crowded host a copy takes its time
     *("--save", ""),
     *("--appendonly", "no"),
     *("--bind", "127.0.0.1"),

@@ -42,6 +42,7 @@ class FaultKind(enum.StrEnum):
     NODE_FLIP = "node-flip"
     ENGINE_STOP = "engine-stop"
     PRIMARY_STOP = "primary-stop"
+    SHARD_KILL = "shard-kill"
     FAILOVER = "failover"
     MIGRATE = "migrate"
     FLUSH = "flush"
@@ -208,6 +209,21 @@ def _primary_kill(world: World, fault: Fault) -> Procedure:
     member.start_again()
 
 
+def _shard_kill(world: World, fault: Fault) -> Procedure:
+    """A primary and its replica: what they held is gone, and for a while nobody serves their slots."""
+    shard = world.pick_shard()
+    members = [world.cluster.members[index] for index in (shard.primary, *shard.replicas)]
+    fault.target = " and ".join(f"valkey-{member.index}" for member in members)
+    for member in members:
+        member.kill()
+    yield world.rng.uniform(0.5, 4.0)
+    for member in members:
+        member.start()
+    yield from _until(world.cluster.whole, WHOLE_S)
+    fault.lifted = monotonic()
+    yield SHORT_LINGER_S
+
+
 def _lost_its_slots(world: World, member: Member) -> bool:
     try:
         others = [m for m in world.cluster.members if m is not member]
@@ -342,6 +358,7 @@ _PROCEDURES: dict[FaultKind, Callable[[World, Fault], Procedure]] = {
     FaultKind.NODE_FLIP: _node_flip,
     FaultKind.ENGINE_STOP: _engine_stop,
     FaultKind.PRIMARY_STOP: _primary_stop,
+    FaultKind.SHARD_KILL: _shard_kill,
     FaultKind.FAILOVER: _failover,
     FaultKind.MIGRATE: _migrate,
     FaultKind.FLUSH: _flush,
