@@ -10,6 +10,7 @@ from tests.node.machine_world import CHECKSUMS, CONTENT, KEYS, POOL_BYTES, SPACE
 
 from kvferry.identity.names import PartKey
 from kvferry.identity.stripes import part_checksums
+from kvferry.node.app import snapshot
 from kvferry.node.framing import split_checksums
 from kvferry.node.loading import LEASE_GRACE_S
 from kvferry.node.pins import SHARE_DIVISOR
@@ -28,6 +29,7 @@ from kvferry.node.wire import (
     Role,
     Tier,
 )
+from kvferry.observe.metrics import METRICS, Kind
 from kvferry.tiers.contract import Outcome
 
 NO_MISS = {Reason.ENDED, Reason.COMPLETE, Reason.EXPIRED, Reason.EPOCH}  # that need no counter of failures
@@ -105,6 +107,7 @@ class Model:
         self.saves: Counter[str] = Counter()
         self.expired_loads = 0
         self.ending: list[Loading] = []  # whose end was asked for
+        self.page: dict[tuple[str, tuple[str, ...]], float] = {}  # of metrics, as it was
 
     def restart(self) -> None:
         """The node process is killed and comes back; what clients hold is of another epoch."""
@@ -262,6 +265,7 @@ class Model:
         for loading in self.loads.values():
             self._is_told(loading)
         self._counts_add_up()
+        self._metrics_are_sane()
         self._nothing_waits_for_the_next_event()
 
     def _tick(self, now: float) -> None:
@@ -339,6 +343,17 @@ class Model:
         for peer in self.peers:
             assert app.loads.count(peer) == sum(1 for load in self.loads.values() if load.peer is peer)
             assert app.saves.count(peer) == sum(1 for writing in self.writing if writing.peer is peer)
+
+    def _metrics_are_sane(self) -> None:
+        """Nothing on the page is negative, and no counter goes back."""
+        statistics = snapshot(
+            self.world.app, started=0.0, socket_path="", huge_bytes=0, prepared_bytes=0, quota=None
+        )
+        for metric in METRICS:
+            for labels, value in metric.read(statistics):
+                before = self.page.get((metric.name, labels), 0.0)
+                assert value >= (before if metric.kind is Kind.COUNTER else 0.0), (metric.name, labels, value)
+                self.page[metric.name, labels] = value
 
     def _nothing_waits_for_the_next_event(self) -> None:
         """A load that could go on was not forgotten: looking at all of them again changes nothing."""

@@ -121,6 +121,16 @@ class CatalogueMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(list(self.filling)))
         self.commit(key, self.filling[key][0])
 
+    @rule(space=st.sampled_from(list(SPACES)), prefix=prefixes, owner=owners)
+    def store(self, space: bytes, prefix: list[bytes], owner: int) -> None:
+        """As engines do: whole chunks."""
+        for digest in prefix:
+            for part in range(len(SPACES[space])):
+                key = PartKey(space, digest, part)
+                self.reserve(key, owner, 0)
+                if key in self.filling and key not in self.doomed:
+                    self.commit(key, self.filling[key][0])
+
     @precondition(lambda self: self.filling)
     @rule(data=st.data())
     def commit_pinned(self, data: st.DataObject) -> None:
@@ -181,6 +191,11 @@ class CatalogueMachine(RuleBasedStateMachine):
             assert slot.checksums == self.checksums(content)
             self.pins.append((key, owner, slot, content))
 
+    @precondition(lambda self: self.ready)
+    @rule(data=st.data(), owner=owners)
+    def pin_one(self, data: st.DataObject, owner: int) -> None:
+        self.pin(data.draw(st.sampled_from(list(self.ready))), owner)
+
     @rule(key=keys, owner=owners)
     def unpin(self, key: PartKey, owner: int) -> None:
         held = next((pin for pin in self.pins if pin[:2] == (key, owner)), None)
@@ -204,6 +219,11 @@ class CatalogueMachine(RuleBasedStateMachine):
         self.ready.pop(key, None)
         if key in self.filling:
             self.doomed.add(key)
+
+    @precondition(lambda self: self.pins or self.filling)
+    @rule(data=st.data())
+    def unlink_what_is_held(self, data: st.DataObject) -> None:
+        self.unlink(data.draw(st.sampled_from([*(pin[0] for pin in self.pins), *self.filling])))
 
     @rule(space=st.sampled_from(list(SPACES)), prefix=prefixes)
     def touch(self, space: bytes, prefix: list[bytes]) -> None:
@@ -284,7 +304,6 @@ class CatalogueMachine(RuleBasedStateMachine):
         self.catalogue.check()
 
 
-CatalogueMachine.TestCase.settings = settings(
-    max_examples=runs(100), stateful_step_count=60, deadline=None, print_blob=True
-)
+STEPS = settings(max_examples=runs(100), stateful_step_count=60, deadline=None, print_blob=True)
+CatalogueMachine.TestCase.settings = STEPS
 TestCatalogue = CatalogueMachine.TestCase
