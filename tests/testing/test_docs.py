@@ -29,7 +29,7 @@ def test_every_python_block_is_a_file_that_passes(tmp_path: Path) -> None:
         assert name, f"no file name: {text[:40]!r}"
         assert not (tmp_path / name[1]).exists()
         (tmp_path / name[1]).write_text(text)
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", str(tmp_path)]
     found = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout

@@ -121,7 +121,8 @@ def test_the_plugin_fails_the_test_that_leaks_and_no_other(tmp_path: Path) -> No
         "--strict-markers",
         str(tmp_path),
     ]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    sources = str(Path(__file__).parents[2] / "src")
+    env = {**os.environ, "PYTHONPATH": sources, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     found = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
     assert "ERROR test_some.py::test_leaky - Failed: left behind: descriptor" in found.stdout
     assert "4 passed, 1 error" in found.stdout

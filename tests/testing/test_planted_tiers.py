@@ -7,7 +7,7 @@ import pytest
 from tests.testing import broken_tiers as broken
 from tests.testing.suites import failure, names_of
 
-from kvferry.testing import expectations
+from kvferry.testing import census, expectations
 from kvferry.testing.memory_tier import MemoryStore, MemoryTier
 from kvferry.testing.tier_contract import TierContract
 
@@ -68,6 +68,7 @@ def test_a_planted_defect_is_caught(
     found = []
     for wait_s in WAITS_S:
         monkeypatch.setattr(expectations, "WAIT_S", wait_s)
+        monkeypatch.setattr(census, "SETTLE_S", wait_s)
         store = MemoryStore(tier_class)
         tier = store.open()
         try:

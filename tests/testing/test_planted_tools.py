@@ -13,7 +13,7 @@ from tests.testing import test_processes, test_proxy
 from tests.testing.suites import failure_of
 from tests.testing.test_proxy import Echo
 
-from kvferry.testing import faults, proxy, relay
+from kvferry.testing import census, faults, proxy, relay
 from kvferry.testing.census import leaves_nothing
 from kvferry.testing.faults import Armed, Ending, Insert, Trigger, Way
 from kvferry.testing.processes import Program
@@ -306,6 +306,7 @@ def test_a_driver_that_does_not_do_it_is_caught(
 
     monkeypatch.setattr(test_processes, "Program", make)
     monkeypatch.setattr(test_processes, "WAIT_S", WAIT_S)
+    monkeypatch.setattr(census, "SETTLE_S", WAIT_S)
 
     def clean_up() -> None:
         for program in made:

@@ -49,9 +49,12 @@ class Census:
         return sorted(more)
 
 
-def left_since(before: Census, *, settle_s: float = SETTLE_S) -> list[str]:
-    """What is there beyond ``before``, after what is ending had time to end; empty when nothing is."""
-    give_up = time.monotonic() + settle_s
+def left_since(before: Census, *, settle_s: float | None = None) -> list[str]:
+    """What is there beyond ``before``, after what is ending had time to end; empty when nothing is.
+
+    settle_s: how long that may take, SETTLE_S if not given.
+    """
+    give_up = time.monotonic() + (SETTLE_S if settle_s is None else settle_s)
     while leaked := Census.now().beyond(before):
         if time.monotonic() >= give_up:
             return leaked
@@ -61,10 +64,10 @@ def left_since(before: Census, *, settle_s: float = SETTLE_S) -> list[str]:
 
 
 @contextlib.contextmanager
-def leaves_nothing(*, settle_s: float = SETTLE_S) -> Iterator[None]:
+def leaves_nothing(*, settle_s: float | None = None) -> Iterator[None]:
     """AssertionError, naming each, when the body leaves a thread, descriptor, child or shared memory behind.
 
-    settle_s: how long what is ending may take. An exception of the body passes unchecked.
+    settle_s: as above. An exception of the body passes unchecked.
     """
     before = Census.now()
     yield
