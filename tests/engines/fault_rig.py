@@ -121,7 +121,7 @@ class Rig:
             asked = self.stored()
             fault.breaks(self)
             found = self.ask(asked)
-            if not self._merely_late(found, fault):
+            if not _merely_late(found, fault.before):
                 return asked, found
             fault.mends(self)
         raise AssertionError(f"the machine was too busy {TRIES} times")
@@ -138,17 +138,12 @@ class Rig:
                 return found
 
             found = self._watched(caught)
-            if hit and found.loads and not self._merely_late(found, fault):
+            if hit and found.loads and not _merely_late(found, fault.during):
                 return asked, found
             if hit:
                 fault.mends(self)
             self.node.restart()  # it may have thought Valkey too slow; it knows nothing of that now
         raise AssertionError(f"no load could be caught in {TRIES} tries")
-
-    @staticmethod
-    def _merely_late(found: Found, fault: Fault) -> bool:
-        """The machine was so busy that the node's answer came too late to be of use: nothing was tried."""
-        return bool(found.failures) and found.failures.keys() <= {"timeout"} - fault.before
 
     def caught(self, asked: list[int], fault: Fault) -> bool:
         """Whether it broke during B's load; the answer is still to be waited for."""
@@ -213,3 +208,8 @@ class Rig:
     def tier_state(self) -> str:
         """As the node sees Valkey."""
         return str(self.view.status()["tier"]["state"])
+
+
+def _merely_late(found: Found, expected: frozenset[str]) -> bool:
+    """The machine was so busy that an answer came too late to be of use: nothing was tried."""
+    return bool(found.failures) and found.failures.keys() <= {"timeout", "deadline"} - expected

@@ -10,6 +10,7 @@ from kvferry.bench import hook_times
 from kvferry.demo.ask import Replica
 from kvferry.demo.fleet import Fleet, FleetSettings, plan_replicas
 from kvferry.demo.processes import wait_until
+from kvferry.errors import RetryError
 from kvferry.testing.faults import Corrupt
 from kvferry.testing.holdings import NOTHING, Holdings
 from kvferry.testing.proxy import Proxy
@@ -75,8 +76,9 @@ class Stage:
 
     @property
     def proxy(self) -> Proxy:
-        """Between the node and Valkey."""
-        assert self._proxy is not None
+        """Between the node and Valkey. RetryError before the start."""
+        if self._proxy is None:
+            raise RetryError("the fleet was not started")
         return self._proxy
 
     def hooks_s(self) -> float:
