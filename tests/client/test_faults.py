@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.node.fleet import (
+    WAIT_S,
     Engine,
     NodeProcess,
     at_rest,
@@ -100,12 +101,12 @@ def test_a_killed_node_ends_every_stream_at_once_and_its_memory_stays_readable(
     engine.save(chunks)
     answer = _whole_answer(engine, chunks)
     stream = engine.worker.load(answer.ticket(0))
-    first = stream.next(1.0)
+    first = stream.next(WAIT_S)
     assert isinstance(first, ReadyPart)
     process.signal(signal.SIGKILL)
     process.process.wait()
     eventually(lambda: not engine.worker.connected, "the loss is noticed")
-    ending = stream.next(1.0)
+    ending = stream.next(WAIT_S)
     assert isinstance(ending, LoadEnd)
     assert ending.reason is Reason.NODE_DOWN
     assert len(bytes(first.view)) == len(first.view)
@@ -130,7 +131,7 @@ def test_a_restarted_node_is_another_epoch_and_old_handles_are_refused(
     node_process()
     eventually(lambda: engine.worker.connected and engine.worker.epoch != before, "reconnected")
     stream = engine.worker.load(answer.ticket(0))
-    assert stream.next(1.0) == LoadEnd(Reason.EPOCH, 0)
+    assert stream.next(WAIT_S) == LoadEnd(Reason.EPOCH, 0)
     stream.close()
     eventually(lambda: engine.scheduler.connected, "reconnected")
     assert engine.save(chunks) == 3
@@ -144,6 +145,7 @@ def test_a_stopped_node_costs_one_deadline_and_later_requests_nothing(
     chunks = digests(3)
     engine.save(chunks)
     process.signal(signal.SIGSTOP)
+    engine.scheduler._wait_s = 0.2
     _ask(engine, chunks, "first")
     assert engine.scheduler.poll("first") is None
     eventually(lambda: _reason(engine, "first") is Reason.TIMEOUT, "the client's own deadline")
@@ -155,6 +157,7 @@ def test_a_stopped_node_costs_one_deadline_and_later_requests_nothing(
     slots = engine.worker.reserve([], digests(1, "new"), part=0, timeout_s=0.05)
     assert slots[0].outcome is ReserveOutcome.FULL
     process.signal(signal.SIGCONT)
+    engine.scheduler._wait_s = WAIT_S
     eventually(lambda: engine.lookup(chunks, os.urandom(4).hex()).count == 3, "hits come back by themselves")
 
 
@@ -168,7 +171,7 @@ def test_a_node_stopped_for_long_is_reconnected_to(
 ) -> None:
     process = node_process()
     engine = _engine(tmp_path, stack).connected()
-    engine.scheduler._connection.breaker._give_up_s = 0.2
+    engine.scheduler._connection.breaker._give_up_s = engine.scheduler._wait_s = 0.2
     process.signal(signal.SIGSTOP)
     _ask(engine, digests(1), "r")
     eventually(lambda: _reason(engine, "r") is Reason.TIMEOUT, "deadline")
@@ -179,7 +182,7 @@ def test_a_node_stopped_for_long_is_reconnected_to(
 
 def _die_mid_store(path: Path) -> None:
     engine = Engine(path, name="doomed").connected()
-    slots = engine.worker.reserve([], digests(5), part=0, timeout_s=5.0)
+    slots = engine.worker.reserve([], digests(5), part=0, timeout_s=WAIT_S)
     assert all(slot.outcome is ReserveOutcome.RESERVED for slot in slots)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -188,7 +191,7 @@ def _die_mid_load(path: Path) -> None:
     engine = Engine(path, name="doomed").connected()
     answer = engine.lookup(digests(5))
     stream = engine.worker.load(answer.ticket(0))
-    assert stream.next(5.0) is not Pending.PENDING
+    assert stream.next(WAIT_S) is not Pending.PENDING
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -202,11 +205,13 @@ def test_a_killed_engine_gives_back_all_it_held(
         at_rest(node)
     child = multiprocessing.get_context("fork").Process(target=death, args=(node.settings.socket_path,))
     child.start()
-    child.join(20)
+    child.join(WAIT_S)
     assert child.exitcode == -signal.SIGKILL
     child.close()
     eventually(lambda: len(node.statistics().engines) == 2, "the dead engine is gone")
     at_rest(node)
+    lost = node.statistics().counters.store_failed["engine-gone"]
+    assert lost == (5 if death is _die_mid_store else 0)
     expected = 5 if death is _die_mid_load else 0
     assert engine.lookup(digests(5)).count == expected
 
@@ -220,7 +225,7 @@ def test_a_reservation_nobody_fills_is_reclaimed_and_its_late_commit_is_not_publ
     node.start()
     engine = _engine(tmp_path, stack).connected()
     chunks = digests(3)
-    slots = engine.worker.reserve([], chunks, part=0, timeout_s=5.0)
+    slots = engine.worker.reserve([], chunks, part=0, timeout_s=WAIT_S)
     eventually(lambda: node.statistics().counters.reservations_expired == 3, "expiry")
     engine.worker.commit(0, [(slot.digest, (b"x" * 16, b"y" * 16)) for slot in slots])
     eventually(lambda: node.statistics().counters.store_failed["lease-ended"] == 3, "late commit counted")
@@ -314,7 +319,7 @@ def test_closing_a_client_with_a_live_stream_ends_it(node: Node, engine: Engine,
     answer = engine.lookup(chunks)
     stream = engine.worker.load(answer.ticket(0))
     engine.worker.close()
-    ending = stream.next(1.0)
+    ending = stream.next(WAIT_S)
     assert isinstance(ending, LoadEnd)
     assert ending.reason is Reason.CLOSED
     stream.close()
@@ -328,8 +333,8 @@ def test_later_calls_on_a_closed_client_are_harmless(node: Node, engine: Engine)
     engine.scheduler.end(7)
     engine.worker.commit(0, [])
     engine.worker.abandon(0, [])
-    assert engine.worker.reserve([], digests(1), part=0, timeout_s=5.0)[0].outcome is ReserveOutcome.FULL
-    assert time.monotonic() - started < 5.0
+    assert engine.worker.reserve([], digests(1), part=0, timeout_s=WAIT_S)[0].outcome is ReserveOutcome.FULL
+    assert time.monotonic() - started < WAIT_S / 2
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from kvferry.client.scheduler import SchedulerClient
 from kvferry.client.worker import WorkerClient
 from kvferry.config import NodeSettings
 from kvferry.engines.planning import ChunkGeometry
+from kvferry.engines.vllm import scheduler as scheduler_side
+from kvferry.engines.vllm import transfers
 from kvferry.engines.vllm.copy import CpuBlockCopier
 from kvferry.engines.vllm.identity import AdapterDigests
 from kvferry.engines.vllm.layout import LayerView, plan_layout
@@ -25,7 +28,7 @@ from kvferry.engines.vllm.worker import WorkerSide
 from kvferry.identity.domain import DomainKey
 from kvferry.node.node import Node
 from kvferry.testing.connector_contract import BLOCK_TOKENS
-from kvferry.testing.expectations import eventually
+from kvferry.testing.expectations import WAIT_S, eventually
 from kvferry.testing.fake_engine import FakeEngine, Kv
 from kvferry.testing.holdings import at_rest
 
@@ -106,6 +109,9 @@ class SideFleet:
     def __init__(self, directory: Path, stack: ExitStack, *, chunk_blocks: int) -> None:
         self._stack = stack
         self._chunk_blocks = chunk_blocks
+        # A host may be busy for longer than an engine would wait.
+        stack.enter_context(patch.object(scheduler_side, "LOOKUP_MAX_S", WAIT_S))
+        stack.enter_context(patch.object(transfers, "RESERVE_TIMEOUT_S", WAIT_S))
         self._gate = threading.Event()
         self._saves = threading.Event()
         for gate in (self._gate, self._saves):
@@ -134,7 +140,7 @@ class SideFleet:
         )
         pins = Pins(ranks=ranks)
         client = SchedulerClient(
-            socket_path=assignment.socket, engine=assignment.engine, namespace=namespace, lookup_wait_s=2.0
+            socket_path=assignment.socket, engine=assignment.engine, namespace=namespace, lookup_wait_s=10.0
         )
         adapters = AdapterDigests()
         admission = Admission(
@@ -160,8 +166,8 @@ class SideFleet:
         for worker in workers:
             worker.connect(assignment)
             self._stack.callback(worker.close)
-        assert client.wait_connected(5)
-        assert all(store.client.wait_connected(5) for store in self._stores)
+        assert client.wait_connected(WAIT_S)
+        assert all(store.client.wait_connected(WAIT_S) for store in self._stores)
         engine = FakeEngine(
             memories=[memory.kv for memory in memories],
             block_tokens=BLOCK_TOKENS,

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,14 @@ from kvferry.config import NodeSettings
 from kvferry.identity.names import PartKey
 from kvferry.identity.stripes import part_checksums
 from kvferry.node.node import Node
+from kvferry.testing.expectations import WAIT_S, eventually
 from kvferry.testing.memory_tier import MemoryTier
 
-WAIT_S = 10.0
 PART_BYTES = 1 << 20
 NAMESPACE = NamespaceInfo(b"test" + b"n" * 12, (PART_BYTES,), 128, "test", "model")
 TWO_PARTS = NamespaceInfo(b"test" + b"m" * 12, (PART_BYTES, PART_BYTES), 128, "test", "model-tp2")
 POOL_BYTES = 64 << 20
+LOOKUP_WAIT_S = 10.0  # no lookup of a test fails for a busy host; tests of silence set their own
 SAVED_AT_ONCE = 10  # one connection may reserve a quarter of the pool
 SLOW_PREFILL = Prefill(0.0, 1.0, 0.0)  # recomputing takes for ever: loads are always worth it
 
@@ -47,14 +48,6 @@ def digests(count: int, seed: str = "") -> list[bytes]:
 def content(digest: bytes, part: int, nbytes: int = PART_BYTES) -> bytes:
     """What the part of that name holds: different for every name."""
     return (sha256(digest + bytes([part])).digest() * (nbytes // 32 + 1))[:nbytes]
-
-
-def eventually(check: Callable[[], Any], what: str) -> None:
-    """Wait until it holds; a bound on hanging, not a measurement."""
-    give_up = time.monotonic() + WAIT_S
-    while not check():
-        assert time.monotonic() < give_up, f"never happened: {what}"
-        time.sleep(0.002)
 
 
 def settings(tmp_path: Path, *, pool_bytes: int = POOL_BYTES, deadline_cap_ms: int = 10_000) -> NodeSettings:
@@ -81,7 +74,7 @@ class Engine:
     ) -> None:
         self.namespace = namespace
         shown: dict[str, Any] = {"socket_path": socket_path, "engine": name, "group": group, "token": token}
-        self.scheduler = SchedulerClient(namespace=namespace, lookup_wait_s=1.0, **shown)
+        self.scheduler = SchedulerClient(namespace=namespace, lookup_wait_s=LOOKUP_WAIT_S, **shown)
         self.workers = [
             WorkerClient(rank=rank, namespace=namespace, **shown) for rank in range(len(namespace.part_bytes))
         ]

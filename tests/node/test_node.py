@@ -3,12 +3,14 @@
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
 from tests.node.conftest import make_engine
 from tests.node.fleet import (
     NAMESPACE,
     PART_BYTES,
     POOL_BYTES,
     TWO_PARTS,
+    WAIT_S,
     Engine,
     at_rest,
     content,
@@ -18,6 +20,7 @@ from tests.node.fleet import (
     settings,
 )
 
+from kvferry.client import scheduler
 from kvferry.client.messages import LoadEnd, Pending, Prefill, ReadyPart, Reason, Tier
 from kvferry.identity.names import PartKey
 from kvferry.node.node import Node
@@ -148,6 +151,7 @@ def test_two_engines_that_want_one_missing_prefix_cause_one_fetch(
     second = other.lookup(chunks)
     assert engine.load(first, chunks) == other.load(second, chunks) == [LoadEnd(Reason.COMPLETE, 5)]
     assert tier.statistics().fetched_parts == 5
+    assert node.statistics().counters.missed_chunks == 0
     at_rest(node)
 
 
@@ -218,11 +222,13 @@ def test_a_full_pool_is_at_once_a_partial_hit(
     fill_tier(tier, chunks)
     answer = engine.lookup(chunks)
     assert (answer.count, answer.reason) == (0, Reason.POOL_FULL)
+    assert node.statistics().counters.failed["pool-full"] == 1
     for other, holding in held:
         other.scheduler.end(holding.load_id)
     eventually(lambda: node.statistics().loads == 0, "the pool is free")
     answer = engine.lookup(chunks, "again")
     assert engine.load(answer, chunks) == [LoadEnd(Reason.COMPLETE, 3)]
+    assert node.statistics().counters.missed_chunks == 0
     at_rest(node)
 
 
@@ -281,20 +287,25 @@ def test_a_tier_that_is_down_leaves_memory_hits(node: Node, engine: Engine, tier
     answer = engine.lookup(chunks)
     assert (answer.count, answer.reason) == (4, Reason.TIER_DOWN)
     assert engine.load(answer, chunks) == [LoadEnd(Reason.COMPLETE, 4)]
+    assert node.statistics().counters.failed["tier-down"] == 1
     assert node.statistics().counters.missed_chunks == 0
     at_rest(node)
 
 
 def test_a_tier_that_hangs_costs_a_lookup_its_bounded_wait_only(
-    node: Node, engine: Engine, tier: MemoryTier
+    node: Node, engine: Engine, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = digests(4)
     engine.save(chunks[:2])
     at_rest(node)
     tier.hold()
+    monkeypatch.setattr(scheduler, "GRACE_S", WAIT_S)  # it is the node's own bound that is seen here
+    engine.scheduler._wait_s = 0.2
     answer = engine.lookup(chunks)
     assert (answer.count, answer.reason) == (2, Reason.DEADLINE)
     engine.load(answer, chunks)
+    assert node.statistics().counters.failed["deadline"] == 1
+    assert node.statistics().counters.missed_chunks == 0
     tier.release()
     at_rest(node)
 
@@ -313,7 +324,10 @@ def test_a_fetch_past_its_deadline_ends_the_load_and_keeps_its_slots_until_done(
     ends = engine.load(answer, chunks)
     assert ends in ([LoadEnd(Reason.DEADLINE, 0)], [LoadEnd(Reason.STALLED, 0)])
     eventually(lambda: node.statistics().loads == 0, "load ended")
-    assert node.statistics().catalogue.filling_parts == 3
+    now = node.statistics()
+    assert now.catalogue.filling_parts == 3
+    assert now.counters.failed["deadline"] + now.counters.failed["stalled"] == 1
+    assert now.counters.missed_chunks == 0
     done_at_last()
     at_rest(node)
 

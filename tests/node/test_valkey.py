@@ -6,9 +6,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.node.fleet import Engine, at_rest, digests, eventually, settings
+from tests.node.fleet import WAIT_S, Engine, at_rest, digests, eventually, settings
 from tests.servers import Server, running_server
 
+from kvferry.client import scheduler
 from kvferry.client.messages import LoadEnd, Reason, Tier
 from kvferry.node.node import Node
 from kvferry.tiers.valkey.tier import ValkeyTier
@@ -70,13 +71,17 @@ def test_a_prefix_larger_than_the_pool_streams_from_valkey(
     at_rest(there)
 
 
-def test_a_stopped_valkey_costs_bounded_time_and_comes_back(tmp_path: Path, stack: ExitStack) -> None:
+def test_a_stopped_valkey_costs_bounded_time_and_comes_back(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server = stack.enter_context(running_server())
     node, engine = _host(tmp_path / "here", server, stack)
     chunks = digests(6)
     engine.save(chunks)
     eventually(lambda: node.statistics().counters.stored_parts == 6, "write-back")
     server.process.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(scheduler, "GRACE_S", WAIT_S)  # it is the node's own bound that is seen here
+    engine.scheduler._wait_s = 0.5
     answer = engine.lookup([*chunks, *digests(2, "new")])
     assert answer.count == 6
     assert answer.reason in (Reason.DEADLINE, Reason.TIER_DOWN)

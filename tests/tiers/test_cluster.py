@@ -1,13 +1,12 @@
 """A real Cluster: slots move, shards die, stripes spread."""
 
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from tests.servers import CLUSTER_OPTIONS, Cluster, must, running_cluster, start_server
 
 from kvferry.identity.stripes import stripe_plan
+from kvferry.testing.expectations import eventually
 from kvferry.testing.tier_contract import fetch_all, probe_all, some_bytes, some_ref, store_all
 from kvferry.tiers.contract import Outcome
 from kvferry.tiers.valkey.jobs import stripe_key
@@ -15,13 +14,6 @@ from kvferry.tiers.valkey.slots import key_slot
 from kvferry.tiers.valkey.tier import ValkeyTier
 
 PART_BYTES = 8 << 20
-
-
-def until(condition: Callable[[], bool], *, within_s: float = 60.0) -> None:
-    give_up = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < give_up, "did not happen"
-        time.sleep(0.02)
 
 
 def test_the_slot_of_a_key_is_what_the_server_says(cluster: Cluster) -> None:
@@ -77,7 +69,7 @@ def test_a_dead_shard_costs_its_own_stripes_only() -> None:
                         assert outcome in (Outcome.FAILED, Outcome.REFUSED, Outcome.LATE)
                     else:
                         assert outcome is Outcome.OK
-            until(lambda: tier.statistics().state == "degraded")
+            eventually(lambda: tier.statistics().state == "degraded", "degraded")
             assert str(victim.port) in tier.statistics().detail["breaker_open"]
         finally:
             tier.close()
@@ -89,11 +81,11 @@ def test_a_shard_that_dies_while_idle_shows_and_costs_no_request_to_find_out() -
         try:
             dead = cluster.servers[0]
             dead.pause()
-            until(lambda: tier.statistics().state == "degraded")
+            eventually(lambda: tier.statistics().state == "degraded", "degraded")
             assert str(dead.port) in tier.statistics().detail["breaker_open"]
             assert not tier.statistics().failed
             dead.resume()
-            until(lambda: tier.statistics().state == "up")
+            eventually(lambda: tier.statistics().state == "up", "up")
         finally:
             dead.resume()
             tier.close()
@@ -109,7 +101,10 @@ def test_a_failover_costs_no_part(tmp_path: Path) -> None:
             assert store_all(tier, parts) == [Outcome.OK] * 12
             must(cluster.servers[0].ask("WAIT", "1", "5000"))
             must(replica.ask("CLUSTER", "FAILOVER"))
-            until(lambda: b"role:master" in bytes(str(replica.ask("INFO", "replication")), "ascii"))
+            eventually(
+                lambda: b"role:master" in bytes(str(replica.ask("INFO", "replication")), "ascii"),
+                "the failover",
+            )
             for (_, data), (result, memory) in zip(
                 parts, fetch_all(tier, [r for r, _ in parts]), strict=True
             ):
@@ -119,10 +114,10 @@ def test_a_failover_costs_no_part(tmp_path: Path) -> None:
                 store_all(tier, [(some_ref(1000, seed), some_bytes(1000, 1)) for seed in range(20, 40)])
                 == [Outcome.OK] * 20
             )
-            until(lambda: str(replica.port) in tier.statistics().detail["shards"])
+            eventually(lambda: str(replica.port) in tier.statistics().detail["shards"], "the new shard")
             gone = str(cluster.servers[0].port)  # a replica now: it costs no threads and no sockets
-            until(lambda: gone not in tier.statistics().detail["shards"])
-            until(lambda: not [thread for thread in threading.enumerate() if gone in thread.name])
+            eventually(lambda: gone not in tier.statistics().detail["shards"], "the old shard's end")
+            eventually(lambda: not [t for t in threading.enumerate() if gone in t.name], "its threads' end")
         finally:
             tier.close()
             replica.stop()

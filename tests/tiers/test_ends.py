@@ -11,6 +11,7 @@ from tests.servers import Cluster, Server
 
 from kvferry.errors import BrokenError, MisconfiguredError
 from kvferry.identity.stripes import part_checksums, stripe_plan
+from kvferry.testing.expectations import WAIT_S, eventually
 from kvferry.testing.tier_contract import Results, fetch_all, probe_all, some_bytes, some_ref, store_all
 from kvferry.tiers.contract import FetchItem, FetchResult, Outcome, StoreItem
 from kvferry.tiers.valkey import scout
@@ -23,7 +24,6 @@ from kvferry.tiers.valkey.tier import ValkeyTier
 from kvferry.tiers.valkey.topology import SlotRange
 from kvferry.tiers.valkey.url import Address, ValkeyUrl
 
-WAIT_S = 10.0
 FAR_S = 60.0
 Serve = Callable[[socket.socket], None]
 
@@ -138,13 +138,13 @@ def test_a_short_deadline_behind_a_long_one_ends_only_its_own_part() -> None:
         refs = [some_ref(1000, 1), some_ref(1000, 2), some_ref(32 << 20, 3)]
         results = [Results(1) for _ in refs]
         try:
-            for ref, result, deadline_s in zip(refs, results, (FAR_S, FAR_S, 1.0), strict=True):
+            for ref, result, deadline_s in zip(refs, results, (FAR_S, FAR_S, 2.0), strict=True):
                 data = some_bytes(ref.nbytes, 1)
                 item = StoreItem(ref, data, part_checksums(data))
                 tier.store([item], deadline=time.monotonic() + deadline_s, done=result.done)
                 assert first.wait(WAIT_S)
             waiting = tier._router.shards[0]._queues[Lane.STORE].jobs
-            wait_until(lambda: len(waiting) == 1 + len(stripe_plan(refs[2].nbytes)))
+            eventually(lambda: len(waiting) == 1 + len(stripe_plan(refs[2].nbytes)), "all queued")
             go.set()  # now the second and stripes of the third are sent in one go
             assert results[2].wait() == [Outcome.LATE]
             assert results[1].wait() != [Outcome.LATE]  # a server so silent may have been shut out by now
@@ -279,7 +279,7 @@ def test_parked_jobs_keep_their_deadline_while_the_map_is_asked_for(
     try:
         tier._router.retry(job)
         assert asked.wait(WAIT_S)
-        wait_until(lambda: job.part.lost)
+        eventually(lambda: job.part.lost, "the deadline")
         assert job.part.cause is Cause.LATE
         assert probe_all(tier, [ref]) == [Outcome.MISS]  # nobody else is held up
     finally:
@@ -305,10 +305,3 @@ def waiting_job(tier: ValkeyTier, *, deadline_s: float) -> Job:
     ref = some_ref(1000, 7)
     part = Part(Operation(time.monotonic() + deadline_s), 0, ref, jobs=1, report=lambda _: None)
     return Job(part, stripe_plan(ref.nbytes)[0], Verb.TOUCH, payload=None)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < give_up, "did not happen"
-        time.sleep(0.01)

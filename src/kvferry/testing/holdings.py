@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from kvferry.node.counters import NodeStatistics
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 _POLL_S = 0.005
 
 
