@@ -1,5 +1,6 @@
 """Nodes and a real Valkey while one of them loses something, and clocks that jump."""
 
+import multiprocessing
 import os
 import random
 import signal
@@ -26,14 +27,17 @@ from kvferry.client.admin import AdminClient
 from kvferry.client.messages import LoadEnd, Reason
 from kvferry.identity.names import PartKey, PartRef
 from kvferry.identity.stripes import stripe_plan
+from kvferry.node import estimate
 from kvferry.node.node import Node
 from kvferry.testing.faults import Cut, Ending
 from kvferry.testing.memory_tier import MemoryTier
 from kvferry.testing.proxy import Proxy
-from kvferry.testing.tier_contract import fetch_all
+from kvferry.testing.tier_contract import fetch_all, store_all
 from kvferry.tiers.contract import Outcome
 from kvferry.tiers.valkey.jobs import stripe_key
+from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.tier import ValkeyTier
+from kvferry.tiers.valkey.url import Address, ValkeyUrl
 
 DAY_S = 86400.0
 
@@ -95,6 +99,51 @@ def test_what_valkey_loses_between_lookup_and_load_ends_the_load_there(
     counters = node.statistics().counters
     assert counters.failed[Reason.GONE.value] == 1
     assert counters.missed_chunks == 0
+
+
+def _fetch_and_wait(path: Path) -> None:
+    """In a process of its own, which is killed while it waits."""
+    engine = Engine(path, name="doomed").connected()
+    answer = engine.lookup(digests(4))
+    engine.worker.load(answer.ticket(0)).next(60.0)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_the_fetch_of_a_killed_engine_serves_the_next(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "STALL_CAP_S", 60.0)
+    server = stack.enter_context(running_server())
+    proxy = stack.enter_context(Proxy(("127.0.0.1", server.port)))
+    url = ValkeyUrl((Address("127.0.0.1", proxy.port),))
+    tier = ValkeyTier.connect(ValkeySettings(url, stall_s=60.0))
+    node = Node(settings(tmp_path, deadline_cap_ms=300_000), tier=tier)
+    stack.callback(node.close)
+    chunks = digests(4)
+    stored = [(ref, memoryview(content(ref.key.chunk, 0))) for ref in _refs(chunks)]
+    assert store_all(tier, stored) == [Outcome.OK] * 4
+    doomed = multiprocessing.get_context("fork").Process(
+        target=_fetch_and_wait, args=(node.settings.socket_path,)
+    )
+    doomed.start()
+    stack.callback(doomed.close)
+    stack.callback(doomed.join)
+    stack.callback(doomed.kill)
+    held = proxy.replies.once(Cut(100_000, Ending.STALL))  # what is stored is known, and does not come
+    node.start()
+    eventually(lambda: held.fired and node.statistics().fetches == 4, "the fetch is under way")
+    engine = Engine(node.settings.socket_path)
+    stack.callback(engine.close)
+    answer = engine.connected().lookup(chunks)
+    assert answer.count == 4
+    doomed.kill()
+    eventually(lambda: node.statistics().loads == 1, "the dead engine's load is gone")
+    proxy.heal()
+    assert engine.load(answer, chunks) == [LoadEnd(Reason.COMPLETE, 4)]
+    at_rest(node)
+    now = node.statistics()
+    assert (now.counters.shared_fetches, now.tier.fetched_parts) == (4, 4)  # type: ignore[union-attr]
+    assert (now.counters.missed_chunks, +now.counters.failed) == (0, {})
 
 
 class JumpingClock:
