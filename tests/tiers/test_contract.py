@@ -1,5 +1,6 @@
 """The contract suite, over every tier there is."""
 
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -8,11 +9,21 @@ from tests.tiers.stores import ValkeyStore
 
 from kvferry.identity.sealing import KeyRing, SealingKey
 from kvferry.testing.memory_tier import MemoryStore
+from kvferry.testing.servers import running_tls_server
 from kvferry.testing.tier_contract import TierContract, TierStore
 from kvferry.tiers.valkey.protection import Sealed
+from kvferry.tiers.valkey.settings import ValkeySettings
+from kvferry.tiers.valkey.url import parse_url
 
 # While keys are being changed: what is absent under the first is asked for under the second.
 ENCRYPTED = Sealed(KeyRing([SealingKey(bytes([1]) * 32), SealingKey(bytes([2]) * 32)]))
+
+
+@pytest.fixture(scope="module")
+def secure() -> Iterator[tuple[Server, str]]:
+    """A server that speaks TLS, and its URL."""
+    with running_tls_server() as started:
+        yield started
 
 
 class TestValkeySingle(TierContract):
@@ -37,6 +48,14 @@ class TestValkeyClusterEncrypted(TierContract):
     @pytest.fixture
     def store(self, cluster: Cluster) -> TierStore:
         return ValkeyStore(cluster.servers, partial(cluster.settings, protection=ENCRYPTED))
+
+
+class TestValkeyOverTls(TierContract):
+    @pytest.fixture
+    def store(self, secure: tuple[Server, str]) -> TierStore:
+        server, url = secure
+        server.ask("FLUSHALL")
+        return ValkeyStore([server], partial(ValkeySettings, parse_url(url)))
 
 
 class TestMemoryTier(TierContract):
