@@ -121,21 +121,30 @@ class Trials:
     def run(self, kind: Kind, moment: Moment) -> Trial:
         """One trial. Whatever was broken is mended, or KvferryError says why it could not be."""
         for _ in range(TRIES):
-            trial = Trial(kind.name, moment.value, wanted_blocks=self._tokens // self._block_tokens)
-            prompt, cold = self._stored(trial)
-            broken, reply = self._broken(kind, moment, trial, prompt)
-            if not broken:
-                continue
-            try:
-                self._check(trial, kind, reply, cold, prompt)
-                self._after(trial, self._stage.a if kind.own else self._stage.b)
-            finally:
-                begun = time.monotonic()
-                kind.mends(self._stage)
-            self._back(trial, prompt, begun=time.monotonic() if kind.own else begun)
-            trial.baseline_s = trial.baseline_s or self._stage.at_rest()
-            return trial
-        trial.problems.append(f"no load could be caught in {TRIES} tries")
+            trial = self._try(kind, moment)
+            if trial is not None:
+                return trial
+            self._stage.fleet.kill_node()  # it may think Valkey too slow to be worth a load
+            self._stage.fleet.start_node()
+        raise RetryError(f"{kind.name} {moment.value}: no load could be caught in {TRIES} tries")
+
+    def _try(self, kind: Kind, moment: Moment) -> Trial | None:
+        """None when no load was under way to be broken."""
+        stage = self._stage
+        trial = Trial(kind.name, moment.value, wanted_blocks=self._tokens // self._block_tokens)
+        prompt, cold = self._stored(trial)
+        broken, reply = self._broken(kind, moment, trial, prompt)
+        if not broken:
+            return None
+        try:
+            self._check(trial, kind, reply, cold, prompt)
+            self._after(trial, stage.a if kind.own else stage.b)
+        finally:
+            begun = time.monotonic()
+            kind.mends(stage)
+        self._back(trial, prompt, begun=time.monotonic() if kind.own else begun)
+        rest_s = stage.at_rest()
+        trial.baseline_s = rest_s if trial.baseline_s is None else trial.baseline_s
         return trial
 
     # -- the parts of it ---------------------------------------------------------------------------
