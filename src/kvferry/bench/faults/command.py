@@ -19,7 +19,7 @@ from kvferry.bench.prompts import Prompts
 from kvferry.demo.engineview import block_tokens_of
 from kvferry.demo.model import demo_model
 from kvferry.demo.processes import StoppedError, stop_on_signals
-from kvferry.errors import MisconfiguredError
+from kvferry.errors import MisconfiguredError, RetryError
 
 TAIL_TOKENS = 20
 MAX_ROUNDS = 100
@@ -88,12 +88,14 @@ def _measure(
         tokens = args.tokens // block_tokens * block_tokens + TAIL_TOKENS
         trials = Trials(stage, Prompts(args.seed), tokens=tokens, block_tokens=block_tokens)
         trials.warm_up()
-        for kind in kinds:
-            for moment in Moment:
-                for _ in range(args.rounds):
-                    trial = trials.run(kind, moment)
-                    found.append(trial)
-                    say(_line(trial))
+        plan = [(kind, moment) for kind in kinds for moment in Moment for _ in range(args.rounds)]
+        for kind, moment in plan:
+            try:
+                found.append(trials.run(kind, moment))
+            except RetryError as error:  # something never came back: what follows would measure that
+                found.append(Trial(kind.name, moment.value, problems=[str(error)]))
+                break
+            say(_line(found[-1]))
         stage.fleet.keep_directory |= bool(report.problems(found))
     return found
 
