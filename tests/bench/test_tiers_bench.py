@@ -1,6 +1,7 @@
 """The benchmark of tiers runs, verifies what it moved, and tells what it could not measure."""
 
 import argparse
+import contextlib
 import json
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from kvferry.bench import tiers
 from kvferry.bench.tier_protection import Protected
 from kvferry.config import NODE_SETTINGS
 from kvferry.errors import MisconfiguredError
+from kvferry.testing.expectations import eventually
 from kvferry.tiers.valkey.protection import Checksums
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.url import parse_url
@@ -96,23 +98,27 @@ def test_a_stopped_run_leaves_no_server() -> None:
     ) as run:
         assert run.stderr is not None
         assert run.stderr.readline().startswith("parts of")
-        assert len(_session(run.pid)) > 1
+        started = _descendants(run.pid)
+        assert started
         run.send_signal(signal.SIGTERM)
         assert run.wait(30) == 130
         assert "Traceback" not in run.stderr.read()
-        assert _session(run.pid) == []
+        eventually(lambda: not any(map(_runs, started)), "the end of its servers")
 
 
-def _session(leader: int) -> list[int]:
-    """The processes of one session that have not ended."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-        except OSError:
-            continue  # ended while we looked
-        if int(session) == leader and state != "Z":
-            found.append(int(entry.name))
-    return found
+def _descendants(ancestor: int) -> list[int]:
+    """Its children, theirs, and so on."""
+    found = [ancestor]
+    for pid in found:
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
+            with contextlib.suppress(OSError):  # it ended while we looked
+                found += [int(word) for word in task.read_text().split()]
+    return found[1:]
+
+
+def _runs(pid: int) -> bool:
+    """Whether it has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -1,6 +1,5 @@
 """Nodes with a real Valkey server behind them."""
 
-import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -79,7 +78,7 @@ def test_a_stopped_valkey_costs_bounded_time_and_comes_back(
     chunks = digests(6)
     engine.save(chunks)
     eventually(lambda: node.statistics().counters.stored_parts == 6, "write-back")
-    server.process.send_signal(signal.SIGSTOP)
+    server.pause()
     monkeypatch.setattr(scheduler, "GRACE_S", WAIT_S)  # it is the node's own bound that is seen here
     engine.scheduler._wait_s = 0.5
     answer = engine.lookup([*chunks, *digests(2, "new")])
@@ -87,7 +86,7 @@ def test_a_stopped_valkey_costs_bounded_time_and_comes_back(
     assert answer.reason in (Reason.DEADLINE, Reason.TIER_DOWN)
     assert engine.load(answer, chunks) == [LoadEnd(Reason.COMPLETE, 6)]
     assert node.statistics().counters.missed_chunks == 0
-    server.process.send_signal(signal.SIGCONT)
+    server.resume()
     eventually(
         lambda: engine.lookup([*chunks, *digests(1, "new")], "again").reason is Reason.ABSENT,
         "Valkey is back",
@@ -97,9 +96,9 @@ def test_a_stopped_valkey_costs_bounded_time_and_comes_back(
 def test_a_write_back_outlives_a_short_outage(tmp_path: Path, stack: ExitStack) -> None:
     server = stack.enter_context(running_server())
     node, engine = _host(tmp_path / "here", server, stack)
-    server.process.send_signal(signal.SIGSTOP)
+    server.pause()
     engine.save(digests(6))
     eventually(lambda: node.statistics().tier.state != "up", "the outage is noticed")  # type: ignore[union-attr]
-    server.process.send_signal(signal.SIGCONT)
+    server.resume()
     eventually(lambda: node.statistics().counters.stored_parts == 6, "stored after all")
     at_rest(node)

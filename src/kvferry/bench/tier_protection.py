@@ -176,7 +176,7 @@ def _turns(
 
 def _cpu_s(server: Server) -> float:
     """CPU seconds the server has used; in steps of 10 ms, so only sums over rounds mean something."""
-    fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS_S
 
 

