@@ -103,6 +103,7 @@ def _measure(
 def _line(trial: Trial) -> str:
     lost = ", ".join(f"{lost.total_s * 1e3:.1f}" for lost in trial.after)
     back = "never" if trial.back_s is None else f"{trial.back_s:.1f} s"
+    back += f" (until then: {', '.join(trial.back_reasons)})" if trial.back_reasons else ""
     wrong = f"; WRONG: {'; '.join(trial.problems)}" if trial.problems else ""
     return (
         f"{trial.fault} {trial.moment}: {trial.ttft_s:.2f} s, at most {trial.bound_s:.2f} s; "

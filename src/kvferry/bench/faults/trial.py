@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvferry.bench.faults.kinds import Kind, Moment
-from kvferry.bench.faults.stage import LOAD_S, LOADS_FROM, WITHIN_S, Stage
+from kvferry.bench.faults.stage import LOAD_S, WITHIN_S, Stage
 from kvferry.bench.prompts import Prompts
 from kvferry.demo.ask import Asking, Question, Replica, Reply
 from kvferry.demo.engineview import counter_of
@@ -41,7 +41,8 @@ class Trial:
     """cold_s: TTFT of the same prompt where nobody had it. deadline_s: the load's, by the node; 0 for none.
 
     itself: what the request lost. after: the requests that follow while the part is still broken.
-    back_s: from the mending to a request that reused everything. baseline_s: until the node held nothing.
+    back_s: from the mending to a request that reused everything. back_reasons: why those before did not.
+    baseline_s: until the node held nothing.
     problems: a wrong answer, or a trial that did not try what it should.
     """
 
@@ -56,7 +57,7 @@ class Trial:
     itself: Lost = field(default_factory=lambda: Lost(0.0, 0.0, 0.0))
     after: list[Lost] = field(default_factory=list[Lost])
     back_s: float | None = None
-    back_requests: int = 0
+    back_reasons: list[str] = field(default_factory=list[str])
     baseline_s: float | None = None
     problems: list[str] = field(default_factory=list[str])
 
@@ -265,13 +266,13 @@ class Trials:
         """Until B reuses all of it again; A is asked too, since what was lost must be stored again."""
         stage = self._stage
         while True:
-            forget_everything(stage.fleet.replicas[LOADS_FROM])
-            asked = time.monotonic()
-            trial.back_requests += 1
+            forget_everything(stage.b)
+            counted, asked = Counted(stage.b), time.monotonic()
             reply = self._ask(stage.b, prompt)
             if reply.cached_tokens == trial.wanted_blocks * self._block_tokens:
                 trial.back_s = asked - begun
                 return
+            trial.back_reasons.append(" ".join(counted.reasons()) or "found nothing")
             if time.monotonic() - begun > WITHIN_S:
                 trial.problems.append(f"reuse did not return within {WITHIN_S:.0f} s")
                 return
