@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Self
 
 from kvferry.errors import BrokenError, ClosedError, KvferryError, RefusedError
-from kvferry.testing.faults import Armed, Corrupt, Cut, Ending, Insert, Way, soonest
+from kvferry.testing.faults import Corrupt, Cut, Ending, Insert, Way, soonest
 from kvferry.testing.relay import HELD_POLL_S, Link, Side, shut
 
 _ANSWER_S = 20.0
@@ -49,7 +49,6 @@ class Proxy:
         self.requests.rate_bytes_s = self.replies.rate_bytes_s = rate_bytes_s
         self.refusing = False
         self.accepted = 0
-        self._cut: Armed | None = None
         self._links: list[Link] = []
         self._orders: deque[Callable[[], None]] = deque()
         self._closing = False
@@ -82,15 +81,6 @@ class Proxy:
     @black_hole.setter
     def black_hole(self, on: bool) -> None:
         self.requests.black_hole = self.replies.black_hole = on
-
-    @property
-    def cut_after_bytes(self) -> int | None:
-        """Of replies: how many more bytes pass before the connection that carries them is closed, once."""
-        return self._cut.fault.after_bytes if self._cut and not self._cut.fired else None
-
-    @cut_after_bytes.setter
-    def cut_after_bytes(self, nbytes: int) -> None:
-        self._cut = self.replies.once(Cut(nbytes))
 
     def reset(self) -> None:
         """End every connection with a TCP reset."""

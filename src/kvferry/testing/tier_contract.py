@@ -38,6 +38,7 @@ from kvferry.tiers.contract import FetchItem, FetchResult, Outcome, StoreItem, T
 
 __all__ = [
     "DEADLINE_S",
+    "FAILURES",
     "UNTOUCHED",
     "Damage",
     "Results",
