@@ -53,7 +53,8 @@ class Loading:
     """A load that runs.
 
     places: given to some worker, and nobody has said that they are copied. joined: who listens for which
-    part, and the first chunk that it was told will not come.
+    part, and the first chunk that it was told will not come. end: how many of its chunks come, as far as
+    the node knows.
     """
 
     load_id: int
@@ -64,6 +65,7 @@ class Loading:
     deadline: float
     places: dict[tuple[int, int], Place] = field(default_factory=dict[tuple[int, int], Place])
     given: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    end: int = 0
     joined: dict[tuple[Peer, int], int] = field(default_factory=dict[tuple[Peer, int], int])
 
     def key(self, chunk: int, part: int) -> PartKey:
@@ -107,6 +109,7 @@ class Model:
         self.saves: Counter[str] = Counter()
         self.expired_loads = 0
         self.ending: list[Loading] = []  # whose end was asked for
+        self.failures: dict[str, int] = {}
         self.page: dict[tuple[str, tuple[str, ...]], float] = {}  # of metrics, as it was
 
     def restart(self) -> None:
@@ -223,6 +226,7 @@ class Model:
             wanted[: answer.count],
             asked.first_chunk,
             self.clock.now + answer.deadline_s,
+            end=answer.count,
         )
         for place in answer.ready:
             self._given(loading, place)
@@ -265,6 +269,7 @@ class Model:
         for loading in self.loads.values():
             self._is_told(loading)
         self._counts_add_up()
+        self._cuts_are_counted()
         self._metrics_are_sane()
         self._nothing_waits_for_the_next_event()
 
@@ -318,6 +323,21 @@ class Model:
             before = range(loading.first_chunk, end)
             late = self.clock.now >= loading.deadline
             assert not late or all((chunk, part) in loading.given for chunk in before), "a load without end"
+
+    def _failures(self) -> dict[str, int]:
+        """What is counted of failures, by cause."""
+        counters = self.world.state.counters
+        return {**counters.failed, "corrupt": counters.failed["corrupt"] + counters.corrupt_parts}
+
+    def _cuts_are_counted(self) -> None:
+        """A load that has become shorter since the last step did so for a cause that was counted in it."""
+        failures = self._failures()
+        for loading in self.loads.values():
+            load = self.world.app.loads._loads[loading.load_id].load
+            if load.end < loading.end:
+                loading.end, cause = load.end, load.reason.value
+                assert failures.get(cause, 0) > self.failures.get(cause, 0), f"nothing counts {cause}"
+        self.failures = failures
 
     def is_counted(self, reason: Reason) -> None:
         """A failure that someone was told of has a counter with its name."""

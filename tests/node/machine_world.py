@@ -29,7 +29,7 @@ ODD = Namespace(b"test" + b"o" * 12, (3 * PAGE_BYTES - 7,), 16, "test", "one par
 SPACES = (WIDE, ODD)
 
 DIGESTS = [bytes([index]) * 32 for index in range(10)]
-PROMPTS = (DIGESTS[:6], [*DIGESTS[:2], *DIGESTS[6:9]], [DIGESTS[9]])
+PROMPTS = (DIGESTS[:6], [*DIGESTS[:2], *DIGESTS[6:9]], [DIGESTS[9]], [*DIGESTS[:2], *DIGESTS[:2]])
 KEYS = [
     PartKey(space.namespace, digest, part) for space in SPACES for digest in DIGESTS for part in space.parts
 ]

@@ -184,11 +184,12 @@ class NodeMachine(RuleBasedStateMachine):
             tier.finish(tier.fetches[number % len(tier.fetches)], None)
 
     @precondition(lambda self: self.model.tier is not None and self.model.tier.fetches)
-    @rule(number=which, ending=odd_endings)
-    def fail_a_fetch(self, number: int, ending: Outcome) -> None:
-        """Whatever lies there."""
+    @rule(number=which, ending=odd_endings, seconds=st.sampled_from([0.0, 0.0, 0.3, 5.0]))
+    def fail_a_fetch(self, number: int, ending: Outcome, seconds: float) -> None:
+        """Whatever lies there, at once or in the moment in which something else happens."""
         tier = self.model.tier
         assert tier is not None
+        self.model.clock.now += seconds
         tier.finish(tier.fetches[number % len(tier.fetches)], ending)
 
     @precondition(lambda self: self.model.tier is not None and self.model.tier.stores)

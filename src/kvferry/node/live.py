@@ -5,12 +5,13 @@ from typing import NamedTuple
 
 from kvferry.costs import TransferTicket
 from kvferry.identity.names import PartKey
+from kvferry.node.framing import join_checksums
 from kvferry.node.loads import At, Load
 from kvferry.node.loop import Timer
 from kvferry.node.server import Connection
 from kvferry.node.state import Namespace
 from kvferry.node.wire import Place
-from kvferry.pool.entries import Owner
+from kvferry.pool.entries import Owner, Slot
 from kvferry.tiers.contract import Transfer
 
 
@@ -50,3 +51,12 @@ class LiveLoad:
     def key(self, at: At) -> PartKey:
         """The name of one of its parts."""
         return PartKey(self.space.namespace, self.load.chunks[at.position], at.part)
+
+    def place(self, at: At, slot: Slot) -> Place:
+        """Where one of its parts lies, for a worker."""
+        return Place(
+            chunk=self.first_chunk + at.position,
+            part=at.part,
+            offset=slot.offset,
+            checksums=join_checksums(slot.checksums),
+        )

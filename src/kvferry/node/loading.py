@@ -8,7 +8,6 @@ from kvferry.costs import TransferTicket
 from kvferry.errors import BrokenError, RefusedError
 from kvferry.identity.names import PartKey, PartRef
 from kvferry.node.fetches import Batch, FetchTable, Waiter
-from kvferry.node.framing import join_checksums
 from kvferry.node.live import LiveLoad, RunningBatch
 from kvferry.node.loads import At, LeftOver, Load, PartState
 from kvferry.node.server import Connection
@@ -233,13 +232,12 @@ class Loads:
                 state.counters.shared_fetches += 1
                 continue
             if state.tier is None:  # it was there at the lookup, and there was no room to pin it
-                state.counters.failed[Reason.GONE.value] += 1
-                self._cut(live, at.position, Reason.GONE)
+                self._fail(live, at.position, Reason.GONE)
                 break
             given = state.catalogue.reserve(key, nbytes, FETCHER)
             if isinstance(given, Declined):
                 if not self._wait_for_room(live, given.reason):
-                    self._cut(live, at.position, Reason.POOL_FULL)
+                    self._fail(live, at.position, Reason.POOL_FULL)
                 break
             live.load.fetching(at)
             self._fetches.begin(key, batch, Waiter(live.load_id, at))
@@ -284,13 +282,16 @@ class Loads:
         if batch.unfinished == 0:
             self._learn(batch, self._transfers.pop(batch.number).timing)
         self._room_changed = True
+        reason = _REASONS.get(result.outcome, Reason.GONE)  # OK and gone: unlinked while it was on its way
+        as_asked = result.outcome is Outcome.LATE and batch.cancelled
+        counted = result.outcome is not Outcome.OK and not as_asked
+        if counted:
+            state.counters.failed[reason.value] += 1
         if result.outcome is Outcome.OK:
             state.counters.fetched_parts += 1
             state.catalogue.commit(key, FETCHER, result.checksums)
         else:
             state.catalogue.abandon(key, FETCHER)
-            if result.outcome is not Outcome.LATE or not batch.cancelled:
-                state.counters.failed[_REASONS[result.outcome].value] += 1
         now = state.loop.clock()
         for waiter in waiters:
             live = self._loads.get(waiter.load_id)
@@ -306,8 +307,10 @@ class Loads:
                 # It was late for the load that began it, not for this one, which fetches it itself.
                 live.load.wanted_again(waiter.at)
                 self._blocked[live] = None
+            elif counted:
+                self._cut(live, waiter.at.position, reason)
             else:
-                self._cut(live, waiter.at.position, _REASONS.get(result.outcome, Reason.GONE))
+                self._fail(live, waiter.at.position, reason)
 
     def _learn(self, batch: Batch, timing: TransferTicket) -> None:
         """A whole batch is done: what it says about the tier's speed."""
@@ -317,7 +320,7 @@ class Loads:
             self._state.fetch_rate.forget(timing)
 
     def _arrived(self, live: LiveLoad, at: At, slot: Slot) -> None:
-        place = live.ready[at] = self._place(live, at, slot)
+        place = live.ready[at] = live.place(at, slot)
         live.unsent.setdefault(at.part, []).append(place)
         self._talking[live] = None
 
@@ -327,6 +330,11 @@ class Loads:
         if self._state.tier is not None and live.load.end:
             chunks = live.load.chunks[: min(live.load.end, MAX_TOUCHED)]
             self._state.tier.touch(live.space.refs(chunks))
+
+    def _fail(self, live: LiveLoad, position: int, reason: Reason) -> None:
+        """Count why a load ends early, where nothing else has, and cut it there."""
+        self._state.counters.failed[reason.value] += 1
+        self._cut(live, position, reason)
 
     def _cut(self, live: LiveLoad, position: int, reason: Reason) -> None:
         self._give_back(live, live.load.cut(position, reason))
@@ -384,17 +392,8 @@ class Loads:
             when = min(live.deadline, now + live.stall_s)
         elif now >= live.deadline or now >= live.progress + live.stall_s:
             reason = Reason.DEADLINE if now >= live.deadline else Reason.STALLED
-            self._state.counters.failed[reason.value] += 1
-            self._cut(live, missing, reason)
+            self._fail(live, missing, reason)
             when = live.deadline + LEASE_GRACE_S
         else:
             when = min(live.deadline, live.progress + live.stall_s)
         live.timer = self._state.loop.at(when, partial(self._watch, live))
-
-    def _place(self, live: LiveLoad, at: At, slot: Slot) -> Place:
-        return Place(
-            chunk=live.first_chunk + at.position,
-            part=at.part,
-            offset=slot.offset,
-            checksums=join_checksums(slot.checksums),
-        )

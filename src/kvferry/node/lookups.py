@@ -239,7 +239,6 @@ class Lookups:
             del tiers[count:]
         if count == 0:
             self._loads.end(live.load_id)
-            state.counters.failed[reason.value] += 1
             self._answer_none(lookup, reason, verdict)
             return
         ready = self._loads.announce(live)
