@@ -292,11 +292,12 @@ class Saver:
                 spec.prefix, [c.digest for c in mine], part=part.number, timeout_s=RESERVE_TIMEOUT_S
             )
             open_slots = {slot.digest for slot in slots if slot.outcome is ReserveOutcome.RESERVED}
+            lost = False
             try:
                 for chunk, slot in zip(mine, slots, strict=True):
                     if slot.outcome is ReserveOutcome.EXISTS:
                         stored.append(chunk.digest)
-                    elif slot.view is None:
+                    elif slot.view is None or lost:
                         declined += 1
                     else:
                         self._copier.save(chunk.blocks, slot.view, after=after)
@@ -305,8 +306,9 @@ class Saver:
                         if store.commit(part.number, filled):
                             stored.append(chunk.digest)
                             nbytes += slot.view.nbytes
-                        else:
+                        else:  # the slots went with their connection: others are given them shortly
                             declined += 1
+                            lost = True
             finally:
                 if open_slots:
                     store.abandon(part.number, sorted(open_slots))
