@@ -169,7 +169,17 @@ def test_an_answer_is_late_by_what_is_past_its_bound_and_both_figures_are_told(h
     assert (found.over, found.over_beyond) == (1, 0)
     assert found.worst_late_s == 2.0
     assert found.worst_beyond_s == pytest.approx(0.1)
-    assert Late("load", "", 1.0, 1.0, 0.0, 0.75, ()).beyond_s == 0.25
+    assert Late("load", "", 1.0, 1.0, 0.0, 0.75, stopped=False, during=()).beyond_s == 0.25
+
+
+def test_an_answer_to_an_engine_that_was_stopped_meanwhile_is_counted_apart(heartbeat: Heartbeat) -> None:
+    tally = Tally(heartbeat)
+    stop = Fault(FaultKind.ENGINE_STOP, "engine-1", 1.0, engine=1, lifted=4.0, ended=4.0)
+    late = Operation(kind=Kind.LOAD, outcome="complete", began=0.5, took_s=3.0, bound_s=1.0)
+    tally.add(late, engine=1, node=0, faults=[stop])
+    tally.add(late, engine=2, node=0, faults=[stop])
+    found = tally.lateness["load"]
+    assert (found.answers, found.over, found.over_stopped) == (2, 1, 1)
 
 
 def test_time_in_which_a_process_did_not_run_is_noticed(tmp_path: Path) -> None:

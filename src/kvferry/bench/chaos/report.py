@@ -97,13 +97,15 @@ def _lateness(outcome: Outcome) -> str:
             count(of.over),
             duration(of.worst_beyond_s),
             count(of.over_beyond),
+            count(of.over_stopped),
         )
         for kind, of in outcome.tally.lateness.items()
     ]
     over = f"over {GRACE_S * 1000:.0f} ms"
-    head = ("answer", "number", "slowest", "past its bound", over, "less time lost", over)
+    head = ("answer", "number", "slowest", "past its bound", over, "less time lost", over, "stopped")
     return table(head, rows) + (
-        "\nTime lost: the engine's process, or this one, was ready to run and did not, or was stopped."
+        "\nTime lost: the engine's process, or this one, was ready to run and did not. Stopped: answers over "
+        f"{GRACE_S * 1000:.0f} ms late to an engine that was stopped meanwhile, counted here alone."
     )
 
 

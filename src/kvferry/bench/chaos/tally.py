@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.bench.chaos.faults import Fault
+from kvferry.bench.chaos.faults import Fault, FaultKind
 from kvferry.bench.chaos.heartbeat import Heartbeat
 from kvferry.bench.chaos.journal import Kind, Operation
 
@@ -16,7 +16,10 @@ COMPLETE = "complete"
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """One late answer. lost_s: of its process, host_s: of the driver's, both inside the answer's time."""
+    """One late answer. lost_s: of its process, host_s: of the driver's, both inside the answer's time.
+
+    stopped: its engine was stopped by us meanwhile.
+    """
 
     kind: str
     outcome: str
@@ -24,6 +27,7 @@ class Late:
     late_s: float
     lost_s: float
     host_s: float
+    stopped: bool
     during: tuple[str, ...]
 
     @property
@@ -34,13 +38,17 @@ class Late:
 
 @dataclass(slots=True)
 class Lateness:
-    """Of one kind of operation. over: answers past bound and grace; over_beyond: less the time lost."""
+    """Of one kind of operation. over: answers past bound and grace; over_beyond: less the time lost.
+
+    Answers to an engine that was stopped meanwhile count in over_stopped alone.
+    """
 
     answers: int = 0
     slowest_s: float = 0.0
     worst_late_s: float = 0.0
     worst_beyond_s: float = 0.0
     over: int = 0
+    over_stopped: int = 0
     over_beyond: int = 0
 
 
@@ -85,16 +93,21 @@ class Tally:
             if operation.outcome == COMPLETE:
                 _reused(operation, engine, node, faults)
         if operation.bound_s:
-            self._judge(operation, faults)
+            self._judge(operation, engine, faults)
 
-    def _judge(self, operation: Operation, faults: Sequence[Fault]) -> None:
+    def _judge(self, operation: Operation, engine: int, faults: Sequence[Fault]) -> None:
         kind = operation.kind.value
         of = self.lateness.setdefault(kind, Lateness())
         of.answers += 1
-        of.slowest_s = max(of.slowest_s, operation.took_s)
         if not operation.late_s:
+            of.slowest_s = max(of.slowest_s, operation.took_s)
             return
         ended = operation.began + operation.took_s
+        meanwhile = [
+            fault
+            for fault in faults
+            if fault.began < ended and (fault.ended is None or fault.ended > operation.began)
+        ]
         late = Late(
             kind,
             operation.outcome,
@@ -102,12 +115,13 @@ class Tally:
             operation.late_s,
             operation.lost_s,
             self.host.lost_s(operation.began, ended),
-            tuple(
-                f"{fault.kind} {fault.target}"
-                for fault in faults
-                if fault.began < ended and (fault.ended is None or fault.ended > operation.began)
-            ),
+            any(fault.kind is FaultKind.ENGINE_STOP and fault.engine == engine for fault in meanwhile),
+            tuple(f"{fault.kind} {fault.target}" for fault in meanwhile),
         )
+        if late.stopped:
+            of.over_stopped += late.late_s > GRACE_S
+            return
+        of.slowest_s = max(of.slowest_s, operation.took_s)
         of.worst_late_s = max(of.worst_late_s, late.late_s)
         of.worst_beyond_s = max(of.worst_beyond_s, late.beyond_s)
         of.over += late.late_s > GRACE_S
