@@ -4,6 +4,7 @@ import pytest
 from tests.node.fleet import WAIT_S, Engine, at_rest, digests, eventually
 
 from kvferry.client.messages import LoadEnd, LoadTicket, PartPlace, Reason, ReserveOutcome
+from kvferry.identity.stripes import part_checksums
 from kvferry.node.node import Node
 from kvferry.node.wire import Answer, Corrupt, EndLoad, FromNode, Ping
 
@@ -35,6 +36,20 @@ def test_slots_reserved_on_an_older_connection_are_not_handed_out(
     monkeypatch.setattr(connection, "pump", answered_then_reconnected)
     [slot] = engine.worker.reserve([], digests(1), part=0, timeout_s=WAIT_S)
     assert (slot.outcome, slot.view) == (ReserveOutcome.FULL, None)
+
+
+def test_slots_of_a_connection_that_was_lost_are_not_published_on_the_next(
+    node: Node, engine: Engine
+) -> None:
+    worker = engine.worker
+    [slot] = worker.reserve([], digests(1), part=0, timeout_s=WAIT_S)
+    assert slot.view is not None
+    with worker._changed:
+        worker._connection._lose(Reason.NODE_DOWN)
+    assert worker.wait_connected(WAIT_S)
+    assert not worker.commit(0, [(slot.digest, part_checksums(slot.view))])
+    eventually(lambda: node.statistics().counters.store_failed["engine-gone"] == 1, "the slot comes back")
+    assert node.statistics().counters.store_failed["lease-ended"] == 0
 
 
 def test_a_place_outside_the_pool_ends_the_stream(engine: Engine) -> None:

@@ -12,7 +12,7 @@ import pytest
 from kvferry.demo.processes import Child, Children, StoppedError, stop_on_signals, wait_until
 from kvferry.errors import RetryError
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 SLEEPER = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"]
 DEAF = [
     sys.executable,

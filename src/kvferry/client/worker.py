@@ -55,6 +55,14 @@ class _Call:
     late: bool = False
 
     @property
+    def granted(self) -> list[bytes]:
+        """Of what was asked for."""
+        if self.answer is None:
+            return []
+        places = zip(self.digests, self.answer.places, strict=True)
+        return [digest for digest, place in places if place.outcome is ReserveOutcome.RESERVED]
+
+    @property
     def settled(self) -> bool:
         """Nothing more to wait for."""
         return self.lost or self.answer is not None
@@ -92,6 +100,7 @@ class WorkerClient:
         self._mapping: ArenaMapping | None = None
         self._streams: dict[tuple[int, int], LoadStream] = {}
         self._calls: OrderedDict[int, _Call] = OrderedDict()
+        self._granted: set[tuple[int, bytes]] = set()  # on this connection; neither filled nor given back
         self._tickets = 0
         self._ended: dict[str, int] = {}
         self._started_streams = 0
@@ -180,19 +189,26 @@ class WorkerClient:
     def commit(self, part: int, filled: Sequence[tuple[bytes, tuple[bytes, ...]]]) -> bool:
         """Publish (digest, checksums per stripe) of slots that were reserved and are now filled.
 
-        Whether all of it left for the node; the slots of a connection that was lost are lost with it.
+        Whether all of it left for the node; the slots of a connection that was lost are lost with it, even
+        if there is another one by now.
         """
-        sent = True
-        for at in range(0, len(filled), MAX_BATCH):
-            entries = tuple(
-                Filled(digest, join_checksums(checksums)) for digest, checksums in filled[at : at + MAX_BATCH]
-            )
-            commit = Commit(namespace=self._namespace.namespace, part=part, filled=entries)
-            sent &= self._connection.send(commit)
+        with self._changed:
+            ours = [(digest, checksums) for digest, checksums in filled if (part, digest) in self._granted]
+            self._granted.difference_update((part, digest) for digest, _ in ours)
+            sent = len(ours) == len(filled)
+            for at in range(0, len(ours), MAX_BATCH):
+                entries = tuple(
+                    Filled(digest, join_checksums(checksums))
+                    for digest, checksums in ours[at : at + MAX_BATCH]
+                )
+                commit = Commit(namespace=self._namespace.namespace, part=part, filled=entries)
+                sent &= self._connection.send(commit)
         return sent
 
     def abandon(self, part: int, digests: Sequence[bytes]) -> None:
         """Give reserved slots back."""
+        with self._changed:
+            self._granted.difference_update((part, digest) for digest in digests)
         for at in range(0, len(digests), MAX_BATCH):
             chunks = b"".join(digests[at : at + MAX_BATCH])
             self._connection.send(Abandon(namespace=self._namespace.namespace, part=part, chunks=chunks))
@@ -285,6 +301,7 @@ class WorkerClient:
         for call in self._calls.values():
             call.lost = True
         self._calls.clear()
+        self._granted.clear()
         self._changed.notify_all()
 
     def _join(self, stream: LoadStream) -> None:
@@ -339,6 +356,7 @@ class WorkerClient:
             if call.answer is None or self._mapping is None or stale:
                 return _all_full(digests, index)
             nbytes = self._namespace.part_bytes[part]
+            self._granted.update((part, digest) for digest in call.granted)
             return [
                 ReservedSlot(
                     index + at,
@@ -358,15 +376,10 @@ class WorkerClient:
         if len(message.places) != len(call.digests):
             call.lost = True
             raise RefusedError(f"{len(message.places)} places for {len(call.digests)} reservations")
-        if call.late:
-            granted = [
-                digest
-                for digest, place in zip(call.digests, message.places, strict=True)
-                if place.outcome is ReserveOutcome.RESERVED
-            ]
-            self.abandon(call.part, granted)
-            return
         call.answer = message
+        if call.late:
+            self.abandon(call.part, call.granted)
+            return
         self._changed.notify_all()
 
 
