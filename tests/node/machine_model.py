@@ -33,6 +33,7 @@ from kvferry.observe.metrics import METRICS, Kind
 from kvferry.tiers.contract import Outcome
 
 NO_MISS = {Reason.ENDED, Reason.COMPLETE, Reason.EXPIRED, Reason.EPOCH}  # that need no counter of failures
+NO_FAILURE = {Reason.ABSENT, Reason.EVICTED, Reason.CHEAPER}  # for which an answer is short
 
 
 @dataclass(eq=False)
@@ -215,6 +216,9 @@ class Model:
         if answer.count < len(wanted):
             assert answer.reason is not Reason.COMPLETE
             assert missing or answer.reason not in (Reason.ABSENT, Reason.EVICTED)
+            if answer.reason not in NO_FAILURE:
+                cause = answer.reason.value
+                assert self._failures().get(cause, 0) > self.failures.get(cause, 0), f"nothing counts {cause}"
         self.hits.update(Tier(tier).name.lower() for tier in answer.tiers)
         if not answer.count:
             return
@@ -247,6 +251,7 @@ class Model:
         peer.inbox.remove(answer)
         for key, place in zip(keys, answer.places, strict=True):
             if place.outcome is not ReserveOutcome.RESERVED:
+                self.saves["declined"] += 1
                 continue
             assert self.lease(peer, key) is None
             view = self.world.arena.view(place.offset, len(CONTENT[key]))
@@ -358,6 +363,7 @@ class Model:
         assert app.loads.fetches == len(self.tier.fetches if self.tier is not None else ())
         assert counters.reserved_parts == self.saves["reserved"]
         assert counters.committed_parts == self.saves["committed"]
+        assert counters.reserve_declined.total() == self.saves["declined"]
         for cause in ("lease-ended", "engine-gone", "abandoned"):
             assert counters.store_failed[cause] == self.saves[cause], cause
         for peer in self.peers:

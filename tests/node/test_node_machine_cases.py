@@ -8,8 +8,10 @@ from tests.node.machine_model import Loading
 from tests.node.machine_tier import Value
 from tests.node.machine_world import CHECKSUMS, CONTENT, DIGESTS, KEYS, ODD, WIDE
 
+from kvferry.node import lookups
+from kvferry.node.saves import RESERVATION_LEASE_S
 from kvferry.node.state import Namespace
-from kvferry.node.wire import Corrupt, Role
+from kvferry.node.wire import Answer, Corrupt, Reason, Role
 from kvferry.tiers.contract import Outcome
 
 
@@ -93,3 +95,32 @@ def test_a_cancelled_fetch_that_ends_as_its_last_waiter_gives_up_is_counted(mode
         model.tier.finish(fetch, Outcome.LATE)
     model.check()
     assert model.world.state.counters.failed["deadline"] > 0
+
+
+def test_a_slot_that_is_asked_for_again_while_it_is_overdue_is_declined_and_counted(model: Clients) -> None:
+    wanted = DIGESTS[:1]
+    assert model.reserve(0, ODD, 0, prefix=(), wanted=wanted)
+    model.clock.now += RESERVATION_LEASE_S
+    model.check()
+    model.reserve(0, ODD, 0, prefix=(), wanted=wanted)
+    model.check()
+    assert model.world.state.counters.reserve_declined == {"overdue": 1}
+    assert model.reserve(1, ODD, 0, prefix=(), wanted=wanted)
+    model.check()
+
+
+def test_a_prefix_longer_than_a_lookup_may_ask_for_is_a_limit_and_no_miss(
+    model: Clients, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookups, "MAX_PROBED_PARTS", 4)
+    assert model.tier is not None
+    probe = model.ask(0, WIDE, DIGESTS[:6])
+    assert probe is not None
+    assert len(probe.refs) == 4
+    model.tier.answer(probe, None, 0)
+    model.world.settle()
+    (answer,) = (m for m in model.peer(Role.SCHEDULER, 0).inbox if isinstance(m, Answer))
+    assert (answer.count, answer.reason) == (2, Reason.LIMIT)
+    counters = model.world.state.counters
+    assert (counters.failed["limit"], counters.missed_chunks) == (1, 0)
+    model.check()

@@ -32,6 +32,7 @@ _UNKNOWN = {
     Outcome.CORRUPT: Reason.CORRUPT,
     Outcome.OVER_QUOTA: Reason.LIMIT,
 }
+_NO_FAILURE = (Reason.COMPLETE, Reason.ABSENT, Reason.EVICTED)
 
 
 @dataclass(slots=True, eq=False)
@@ -168,12 +169,10 @@ class Lookups:
             if bad:
                 count = position
                 unknown = [outcome for outcome in bad if outcome is not Outcome.MISS]
-                if unknown:
-                    reason = _UNKNOWN[unknown[0]]
-                    self._state.counters.failed[reason.value] += 1
-                else:
-                    reason = self._missing_reason(lookup, position)
+                reason = _UNKNOWN[unknown[0]] if unknown else self._missing_reason(lookup, position)
                 break
+        if reason not in _NO_FAILURE:
+            self._state.counters.failed[reason.value] += 1
         for position in range(lookup.memory, count):
             self._pin(lookup, position)
         self._decide(lookup, count, reason)

@@ -120,6 +120,7 @@ class Saves:
                 places.append(_FULL)
                 continue
             if (connection, key) in self._overdue:
+                state.counters.reserve_declined["overdue"] += 1
                 places.append(_BUSY)  # else its commit could mean either slot
                 continue
             given = state.catalogue.reserve(key, nbytes, owner, spare_from=mark)
