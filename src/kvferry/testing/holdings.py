@@ -70,24 +70,27 @@ NOTHING = Holdings(0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def wait_for_baseline(
-    read: Callable[[], Holdings], baseline: Holdings = NOTHING, *, timeout_s: float = WAIT_S
+    read: Callable[[], Holdings], baseline: Holdings = NOTHING, *, timeout_s: float | None = None
 ) -> None:
-    """Wait until ``read()`` gives the baseline again. AssertionError, naming each difference, otherwise."""
-    give_up = time.monotonic() + timeout_s
+    """Wait until ``read()`` gives the baseline again. AssertionError, naming each difference, otherwise.
+
+    timeout_s: WAIT_S if not given, here and below.
+    """
+    give_up = time.monotonic() + (WAIT_S if timeout_s is None else timeout_s)
     while difference := read().beyond(baseline):
         if time.monotonic() >= give_up:
             raise AssertionError("the node does not get back: " + ", ".join(difference))
         time.sleep(_POLL_S)
 
 
-def at_rest(node: Watched, *, timeout_s: float = WAIT_S) -> None:
+def at_rest(node: Watched, *, timeout_s: float | None = None) -> None:
     """Wait until the node holds nothing; then its books must balance and no defect may be counted."""
     wait_for_baseline(lambda: Holdings.of(node.statistics()), timeout_s=timeout_s)
     _check_books(node)
 
 
 @contextlib.contextmanager
-def returns_everything(node: Watched, *, timeout_s: float = WAIT_S) -> Iterator[None]:
+def returns_everything(node: Watched, *, timeout_s: float | None = None) -> Iterator[None]:
     """AssertionError when, after the body, the node holds other than before it, however long one waits."""
     before = Holdings.of(node.statistics())
     yield

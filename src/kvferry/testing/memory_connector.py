@@ -161,6 +161,8 @@ class MemoryScheduler:
         """Every rank has reported it, failed or not: it is not asked for again until a preemption."""
         tracked = self._tracked[request_id]
         self._give_back(1)
+        arrived = self._store.present(tracked.offered, ranks=self._ranks)
+        self._written.difference_update(tracked.offered[arrived:])
         tracked.loading, tracked.settled_at = False, tracked.request.num_preemptions
         if tracked.finished:
             del self._tracked[request_id]

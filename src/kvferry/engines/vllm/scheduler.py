@@ -293,6 +293,8 @@ class SchedulerSide:
         self.counts.add("loaded_tokens", loaded * tokens)
         if tracked.chain is not None and answer.epoch == self._epoch:
             self._saves.remember(tracked.chain.digests[first : first + loaded])
+            # Damaged, evicted or out of reach: recomputed in any case, so stored again if it is not there.
+            self._saves.forget(tracked.chain.digests[first + loaded : first + wanted])
 
     # -- saves and steps ---------------------------------------------------------------------------
 
