@@ -6,25 +6,27 @@ Python's own library.
 
 import importlib
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.node.fleet import Engine, digests
-
-from kvferry.cli.main import main as kvferry
-
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0
-_LOADED = (
-    *("encodings.ascii", "encodings.latin_1", "encodings.idna", "kvferry.client.admin", "kvferry.node.node"),
-    *(f"kvferry.cli.{verb}" for verb in ("drop", "explain", "node", "status")),
-    "kvferry.observe.exposition",
-    "kvferry.tiers.valkey.tier",
-)
+_LOADED = {
+    "knock": (),
+    "pretend": (),
+    "engine": ("encodings.ascii", "encodings.latin_1", "tests.node.fleet"),
+    "kvferry": (
+        *("encodings.ascii", "encodings.latin_1", "encodings.idna", "kvferry.cli.main"),
+        *("kvferry.client.admin", "kvferry.node.node", "kvferry.observe.exposition"),
+        *("kvferry.cli.node", "kvferry.cli.status", "kvferry.tiers.valkey.tier"),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -62,12 +64,17 @@ class User:
 
 
 def _engine(path: str, group: str) -> int:
-    """Saves two chunks through the pool and loads them again."""
+    """Saves two chunks through the pool and loads them again; or says why there is no node."""
+    from tests.node.fleet import Engine, digests
+
     engine = Engine(Path(path), group=int(group) if group else None)
     try:
-        if not engine.scheduler.wait_connected(WAIT_S if group else 2.0):
-            print(engine.worker.last_error)
-            return 1
+        give_up = time.monotonic() + WAIT_S
+        while not engine.worker.connected and time.monotonic() < give_up:
+            if engine.worker.last_error:
+                print(engine.worker.last_error)
+                return 1
+            time.sleep(0.002)
         engine.connected()
         chunks = digests(2)
         if engine.save(chunks) != len(chunks):
@@ -93,28 +100,27 @@ def _knock(path: str) -> int:
 
 
 def _pretend(path: str) -> int:
-    """Listens where a node should, and takes one connection."""
+    """Listens where a node should, until it is ended."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(path)
         os.chmod(path, 0o777)
         sock.listen()
         print("listening", flush=True)
-        sock.settimeout(WAIT_S)
-        client, _ = sock.accept()
-        with client:
-            print(len(client.recv(1 << 16)), flush=True)
+        signal.pause()
     return 0
 
 
 def main(arguments: Sequence[str]) -> int:
     """Become that user and do it."""
-    for name in _LOADED:
-        importlib.import_module(name)
     uid, gid, groups, verb, *rest = arguments
+    for name in _LOADED[verb]:
+        importlib.import_module(name)
     os.setgroups([int(group) for group in groups.split(",") if group])
     os.setresgid(int(gid), int(gid), int(gid))
     os.setresuid(int(uid), int(uid), int(uid))
     if verb == "kvferry":
+        from kvferry.cli.main import main as kvferry
+
         return kvferry(rest)
     return {"engine": _engine, "knock": _knock, "pretend": _pretend}[verb](*rest)
 
