@@ -8,12 +8,18 @@ from pathlib import Path
 import pytest
 
 from kvferry.engines.vllm.counters import COUNTERS, FAILURES
+from kvferry.node.wire import Reason
 from kvferry.observe.metrics import METRICS
+from kvferry.pool.entries import DeclineReason
+from kvferry.tiers.contract import Outcome
+from kvferry.tiers.valkey.jobs import Cause
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "faults.md"
 FAULTS = range(1, 42)
 LATER = {22, 23, 24, 25, 26, 36, 37}  # of parts that do not exist yet: a disk, objects, a router, events
+
+NODE = "".join(file.read_text() for file in (ROOT / "src/kvferry/node").glob("*.py"))
 
 _TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 _METRIC = re.compile(r"`((?:vllm:)?kvferry_\w+)`")
@@ -74,6 +80,14 @@ def test_every_counter_that_is_named_exists() -> None:
     named = {name for row in ALL for name in _METRIC.findall(row[5])}
     assert named
     assert not named - known
+
+
+def test_every_cause_that_is_named_exists() -> None:
+    words: set[str] = {kind.value for kinds in (Cause, Outcome, Reason, DeclineReason) for kind in kinds}
+    words |= set(re.findall(r'"([a-z]+(?:-[a-z]+)*)"', NODE))
+    named = {name for row in ALL for name in re.findall(r"`([a-z_-]+)`", row[5])}
+    assert named
+    assert not named - words
 
 
 def test_a_test_that_does_not_exist_would_be_noticed() -> None:
