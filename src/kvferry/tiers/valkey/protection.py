@@ -24,7 +24,7 @@ from kvferry.identity.names import PartKey
 from kvferry.identity.sealing import KeyRing, SealingKey
 from kvferry.identity.stripes import Stripe, stripe_plan
 
-PIECE_BYTES = 256 << 10
+PIECE_BYTES = 512 << 10
 """Small enough to stay in a core's cache between the copy and the check; larger than what a call costs."""
 
 
