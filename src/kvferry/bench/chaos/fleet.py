@@ -20,7 +20,7 @@ from kvferry.errors import RetryError
 
 ENGINES_OF_NODES = (2, 1)  # the second host has one: what it reuses of the first came through Valkey
 TICK_S = 0.02
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
