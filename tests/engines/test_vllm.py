@@ -2,7 +2,6 @@
 
 import contextlib
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -138,11 +137,11 @@ class TestTwoReplicas:
         asked = prompt(1, 700)
         own = replicas.a.generate(asked)
         replicas.b.reset()
-        node.signal(signal.SIGSTOP)
+        node.pause()
         began = time.monotonic()
         assert len(replicas.b.generate(asked)["tokens"]) == 8
         assert time.monotonic() - began < 60
-        node.signal(signal.SIGCONT)
+        node.resume()
         node.kill()
         replicas.b.reset()
         assert len(replicas.b.generate(asked)["tokens"]) == 8

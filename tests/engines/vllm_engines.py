@@ -15,8 +15,7 @@ from typing import Any
 
 from tests.engines.vllm_driver import MARK
 
-from kvferry.client.admin import AdminClient
-from kvferry.errors import KvferryError
+from kvferry.testing.processes import NodeProgram
 
 START_S = 240.0
 ANSWER_S = 120.0
@@ -150,66 +149,21 @@ class Engine:
         self._sink.close()
 
 
-class NodeProcess:
+class NodeProcess(NodeProgram):
     """A node at a fixed socket, which can be killed and started again."""
 
     def __init__(self, directory: Path, *, pool: str = "256MiB") -> None:
-        self.socket = directory / "node.sock"
-        self.log = directory / "node.log"
-        self._sink = self.log.open("ab")
-        self._pool = pool
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        """And wait until it answers."""
-        command = [sys.executable, "-m", "kvferry", "node", "--socket", str(self.socket)]
-        command += ["--pool", self._pool, "--metrics-port", "0"]
-        self._process = subprocess.Popen(
-            command, stdout=self._sink, stderr=self._sink, env=environment(), cwd=ROOT
+        super().__init__(
+            [sys.executable, "-m", "kvferry"],
+            socket=directory / "node.sock",
+            directory=directory,
+            pool=pool,
+            env=environment(),
         )
-        give_up = time.monotonic() + START_S
-        while not self._answers(self._process.pid):
-            assert time.monotonic() < give_up and self._process.poll() is None, self.text()
-            time.sleep(0.02)
-
-    def _answers(self, pid: int) -> bool:
-        """Whether this very node does: the socket file of one that was killed is still there."""
-        with contextlib.suppress(KvferryError), AdminClient(self.socket) as admin:
-            return admin.welcome.pid == pid
-        return False
-
-    def text(self) -> str:
-        """Its log so far."""
-        return self.log.read_text(errors="replace")
-
-    def told(self) -> str:
-        """What it says of itself and of the latest requests, for a test that failed."""
-        with AdminClient(self.socket) as admin:
-            return json.dumps({"status": admin.status(), "requests": admin.explain("")[:4]}, indent=1)
 
     def chunks(self) -> int:
         """How many it has in host memory."""
-        with AdminClient(self.socket) as admin:
-            return int(admin.status()["catalogue"]["chunks"])
-
-    def kill(self) -> None:
-        """As the kernel would."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-
-    def signal(self, number: signal.Signals) -> None:
-        """Stop or continue it."""
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def close(self) -> None:
-        """End it."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGCONT)
-            self._process.terminate()
-            self._process.wait(STOP_S)
-        self._sink.close()
+        return int(self.statistics()["catalogue"]["chunks"])
 
 
 def arguments(model: Path, socket: Path, **more: Any) -> dict[str, Any]:
