@@ -85,7 +85,7 @@ def test_every_counter_that_is_named_exists() -> None:
 def test_every_cause_that_is_named_exists() -> None:
     words: set[str] = {kind.value for kinds in (Cause, Outcome, Reason, DeclineReason) for kind in kinds}
     words |= set(re.findall(r'"([a-z]+(?:-[a-z]+)*)"', NODE))
-    named = {name for row in ALL for name in re.findall(r"`([a-z_-]+)`", row[5])}
+    named = {name for row in ALL for name in re.findall(r"`(?!kvferry)([a-z_-]+)`", row[5])}
     assert named
     assert not named - words
 
