@@ -306,6 +306,20 @@ def test_short_deadlines_find_out_a_stopped_server_too(server: Server) -> None:
         tier.close()
 
 
+def test_one_request_that_a_stopped_server_leaves_open_is_enough_to_find_it_out(server: Server) -> None:
+    tier = ValkeyTier.connect(server.settings(idle_s=1000.0))
+    try:
+        ref = stored(tier, 31, 1000)
+        server.pause()
+        eventually(lambda: probe_all(tier, [ref], deadline_s=0.05) != [Outcome.OK], "one is not answered")
+        eventually(lambda: tier.statistics().state == "down", "it is asked, and silent")
+        server.resume()
+        eventually(lambda: tier.statistics().state == "up", "it is asked again")
+    finally:
+        server.resume()
+        tier.close()
+
+
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_a_server_that_dies_while_idle_is_down_without_a_request_and_comes_back(
     tmp_path: Path, how: str

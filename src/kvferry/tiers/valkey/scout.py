@@ -1,8 +1,8 @@
 """The thread that finds things out over the network, so that nothing else waits for the answers.
 
-It probes shards whose breaker is open, and those that were idle for a while: a server that died meanwhile
-should cost no request anything. It asks for a Cluster's map when a redirect, a lost connection or
-a failed probe says that the old one is wrong.
+It probes shards whose breaker is open, one that failed a request, and those that were idle for a while: a
+server that died should cost the next request nothing. It asks for a Cluster's map when a redirect, a lost
+connection or a failed probe says that the old one is wrong.
 """
 
 import logging
@@ -68,7 +68,7 @@ class Scout(threading.Thread):
         self._wake.set()
 
     def attention(self) -> None:
-        """A breaker opened."""
+        """A request failed, or a breaker opened."""
         self._wake.set()
 
     def stop(self) -> None:
@@ -130,7 +130,8 @@ class Scout(threading.Thread):
 
     def _probe(self, shard: Shard) -> None:
         began = time.monotonic()
-        patience_s, tries = (PROBE_S, 1) if shard.is_open else (IDLE_PROBE_S, IDLE_PROBES)
+        doubted = shard.is_open or shard.suspected
+        patience_s, tries = (PROBE_S, 1) if doubted else (IDLE_PROBE_S, IDLE_PROBES)
         failure = ""
         for _ in range(tries):
             failure = self._ask_alive(shard, deadline=time.monotonic() + patience_s)

@@ -35,6 +35,7 @@ class Shard:
         self._denied_at = 0.0
         self._denials_logged: set[str] = set()
         self.heard_at = self._checked_at = time.monotonic()
+        self._suspected_at: float | None = None
         self._lock = threading.Lock()
         self._breaker = Breaker()
         self._queues = {lane: LaneQueue(settings.queued_stripes) for lane in Lane}
@@ -109,15 +110,18 @@ class Shard:
         with self._lock:
             self.generation += 1
             opened = self._breaker.failed(weight, time.monotonic())
+            if not self.is_open and self._suspected_at is None:
+                self._suspected_at = time.monotonic()
         if opened:
             self._refuse_queued()
-            self.routes.attention()
+        self.routes.attention()
 
     def succeeded(self) -> None:
         """A reply arrived."""
         self.heard_at = time.monotonic()
         with self._lock:
             self._breaker.succeeded()
+            self._suspected_at = None
 
     def denied(self, message: str) -> None:
         """The server will not have us, or not this command or key: logged once, in the status for a while."""
@@ -142,17 +146,21 @@ class Shard:
         return self._breaker.weight > 0
 
     def probe_at(self) -> float:
-        """When the next probe is due: the breaker's while open, else that of a server long not heard of."""
+        """When the next probe is due: the breaker's while open, at once after a failure that did not open it,
+        else that of a server long not heard of.
+        """
         with self._lock:
             at = self._breaker.next_probe_at()
+            if at is None and self._suspected_at is not None and self._checked_at < self._suspected_at:
+                return self._suspected_at
         return max(self.heard_at, self._checked_at) + self.settings.idle_s if at is None else at
 
     def needs_probe(self, now: float) -> bool:
-        """Whether to probe now. Work under way finds out by itself how the server is."""
+        """Whether to probe now. Work under way finds out by itself how the server is; a suspect is asked."""
         if now < self.probe_at():
             return False
         self._checked_at = now
-        return self.is_open or self.is_idle
+        return self.is_open or self.suspected or self.is_idle
 
     def probe_failed(self, message: str, *, since: float) -> None:
         """A probe sent at ``since`` had no good answer: silence, unless an answer came to someone else."""
