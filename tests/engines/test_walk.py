@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.engines.sides import SideFleet
+from tests.runs import runs
 
 from kvferry.engines.vllm import pins, saving, scheduler
 from kvferry.testing.fake_engine import FakeEngine, FakeRequest
@@ -21,7 +22,8 @@ def prompt(rng: random.Random) -> list[int]:
     return shared + [rng.randrange(50000) for _ in range(rng.randrange(1, 20))]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(runs(6)))
 def test_random_life_keeps_bytes_right_and_returns_everything(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

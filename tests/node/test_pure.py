@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from tests.runs import runs
 
 from kvferry.client.breaker import Breaker
 from kvferry.errors import BrokenError, RefusedError
@@ -103,8 +104,8 @@ class LoadMachine(RuleBasedStateMachine):
             assert self.load.settled()
 
 
-TestLoads = LoadMachine.TestCase
-TestLoads.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLoads = pytest.mark.long(LoadMachine.TestCase)
+TestLoads.settings = settings(max_examples=runs(60), stateful_step_count=40, deadline=None, print_blob=True)
 
 
 def test_a_load_gets_one_part_even_when_it_exceeds_the_window() -> None:
