@@ -22,7 +22,7 @@ from kvferry.node.framing import LENGTH, decode_from_client, encode
 from kvferry.node.wire import MAX_CHUNKS, Answer, EndLoad, FromNode, Lookup, Role, Welcome
 
 MAX_UNCLAIMED = 4096
-MAX_LOOKUP_WAIT_S = 0.5
+MAX_LOOKUP_WAIT_S = 0.4  # with the grace, less than the half second that a fault may cost
 UNMEASURED_LOOKUP_WAIT_S = 0.25
 LOOKUP_WAIT_SHARE = 0.05  # of the predicted recompute
 GRACE_S = 0.05  # on top of the node's own bound, for an answer to travel
@@ -104,6 +104,7 @@ class SchedulerClient:
             self._lookups += 1
             self._tickets += 1
             if self._connection.breaker.is_open:
+                self._connection.knock()  # should it be making a new connection, it need not rest long
                 self._answer_none(request_id, request.first_chunk, Reason.BREAKER)
                 return
             wait_s = self._worth_waiting_s(request)

@@ -333,6 +333,7 @@ class WorkerClient:
                 chunks=b"".join(digests),
             )
             if self._connection.breaker.is_open:
+                self._connection.knock()
                 return _all_full(digests, index)
             if not self._connection.send(request):
                 if not self._connection.knock():
