@@ -60,11 +60,21 @@ def render(status: dict[str, Any]) -> str:
             f"{format_size(status['writeback_backlog_bytes'])} waiting to be written to Valkey",
         ),
     ]
+    if any((unsaved := _unsaved(counters)).values()):
+        lines.append(labelled("unsaved", f"parts: {causes(unsaved)}"))
     if status["defects"]:
         lines.append(
             labelled("defects", f"{count(status['defects'])} (see the node's log, and please report them)")
         )
     return "\n".join([*lines, "", _engines(status["engines"]), *_namespaces(status["namespaces"])])
+
+
+def _unsaved(counters: dict[str, Any]) -> dict[str, int]:
+    """Parts that were not stored, or not behind memory, and why."""
+    declined = {f"pool {cause}": number for cause, number in counters["reserve_declined"].items()}
+    for usual in ("pool exists", "pool filling"):  # stored already, or by somebody else now
+        declined.pop(usual, None)
+    return {**declined, "backlog full": counters["store_dropped_parts"], **counters["store_failed"]}
 
 
 def _tiers(status: dict[str, Any], counters: dict[str, Any]) -> str:
