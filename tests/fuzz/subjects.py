@@ -10,7 +10,7 @@ import struct
 import time
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -318,9 +318,7 @@ def _url(data: bytes) -> None:
         return
     for seed in url.seeds:
         require(bool(seed.host) and 0 <= seed.port <= 65535, f"no address: {seed!r}")
-    secret = url.password or ""
-    if len(secret) > 3 and secret not in text.rpartition("@")[2]:
-        require(secret not in repr(url), "a password in repr")
+    require(repr(url) == repr(replace(url, password="another")), "a password in repr")
 
 
 def _engine_settings(data: bytes) -> None:
@@ -393,7 +391,7 @@ def subjects(directory: Path) -> list[Subject]:
             "settings files",
             TOML,
             _settings_file(_Scratch(directory / "node.toml")),
-            cost=10,
+            cost=40,
             memory_bytes=4 << 20,
         ),
         Subject(
