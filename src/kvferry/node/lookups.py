@@ -120,10 +120,9 @@ class Lookups:
         chunk = lookup.wanted[position]
         for part in lookup.space.parts:
             key = PartKey(lookup.space.namespace, chunk, part)
-            if not self._state.pins.has_room(key, lookup.space.part_bytes[part], lookup.owner):
-                continue  # the load takes it when there is room
-            slot = self._state.pins.pin(key, lookup.owner)
-            if slot is not None:
+            nbytes = lookup.space.part_bytes[part]
+            slot = self._state.pins.pin_in_share(key, nbytes, lookup.owner)
+            if slot is not None:  # what is over the share the load takes when there is room
                 lookup.pinned[At(position, part)] = slot
 
     def _probe(self, lookup: _Pending) -> None:

@@ -129,6 +129,7 @@ class Node:
     def check(self) -> None:
         """Raise BrokenError when the pool's invariants do not hold (tests; the node must be idle)."""
         self._app.state.catalogue.check()
+        self._app.state.pins.check()
 
     def close(self) -> None:
         """Stop, end all connections and transfers, free the memory. Idempotent."""

@@ -5,9 +5,11 @@ share of the pool: what is pinned for them or on its way for them, each part cou
 them want it. A load that reaches the bound waits for its own connection's loads; nobody else's wait for it.
 """
 
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
+from kvferry.errors import BrokenError
 from kvferry.identity.names import PartKey
 from kvferry.pool.catalogue import Catalogue
 from kvferry.pool.entries import Owner, Slot
@@ -64,6 +66,21 @@ class Pins:
             self.expect(key, slot.nbytes, owner)
         return slot
 
+    def pin_in_share(self, key: PartKey, nbytes: int, owner: Owner) -> Slot | None:
+        """``has_room`` and ``pin`` in one, for the many parts of a lookup; None when either says no."""
+        owned = self._owners[owner]
+        account = owned.account
+        holders = account.holders.get(key, 0)
+        if not holders and account.nbytes and account.nbytes + nbytes > self._limit_bytes:
+            return None
+        slot = self._catalogue.pin(key, owner)
+        if slot is not None and key not in owned.parts:
+            owned.parts[key] = nbytes
+            account.holders[key] = holders + 1
+            if not holders:
+                account.nbytes += nbytes
+        return slot
+
     def expect(self, key: PartKey, nbytes: int, owner: Owner) -> None:
         """The part is on its way for this owner, who will pin it; it counts as held from now on."""
         owned = self._owners[owner]
@@ -88,6 +105,14 @@ class Pins:
         if nbytes is not None:
             _drop(owned.account, key, nbytes)
 
+    def check(self) -> None:
+        """Raise BrokenError when the books do not balance; for tests."""
+        for account in {id(owned.account): owned.account for owned in self._owners.values()}.values():
+            _check_account(account, [owned for owned in self._owners.values() if owned.account is account])
+        idle = [account for account in self._accounts.values() if account.nbytes or account.holders]
+        if any(all(owned.account is not account for owned in self._owners.values()) for account in idle):
+            raise BrokenError("a connection holds a share of the pool, and none of its loads does")
+
     def release(self, owner: Owner) -> None:
         """End everything the owner holds. Idempotent."""
         self._catalogue.release_owner(owner)
@@ -96,6 +121,13 @@ class Pins:
             return
         for key, nbytes in owned.parts.items():
             _drop(owned.account, key, nbytes)
+
+
+def _check_account(account: _Account, owners: list[_Owned]) -> None:
+    holders = Counter(key for owned in owners for key in owned.parts)
+    sizes = {key: nbytes for owned in owners for key, nbytes in owned.parts.items()}
+    if holders != account.holders or sum(sizes.values()) != account.nbytes:
+        raise BrokenError(f"a connection's share: {account.nbytes} bytes counted, {sum(sizes.values())} held")
 
 
 def _drop(account: _Account, key: PartKey, nbytes: int) -> None:
