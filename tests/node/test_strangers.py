@@ -88,10 +88,10 @@ def test_bytes_that_trickle_in_do_not_buy_time(
     node = Node(settings(tmp_path))
     stack.callback(node.close)
     node.start()
-    hello = encode(Hello(protocol=PROTOCOL, version="x" * 400, role=Role.ADMIN))
     with open_socket(node.settings.socket_path, LIMIT_S) as sock, contextlib.suppress(OSError):
-        for byte in hello[:-1]:
-            sock.send(bytes([byte]))
+        sock.sendall(LENGTH.pack(MAX_HELLO_BYTES))
+        for _ in range(MAX_HELLO_BYTES - 1):
+            sock.send(b"x")
             time.sleep(0.01)
         pytest.fail("never cut off")
     eventually(lambda: _refused(node, "no-hello") == 1, "cut off")
