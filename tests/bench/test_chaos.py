@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.bench.chaos import command, report
+from kvferry.bench.chaos.audit import Audit, judge
 from kvferry.bench.chaos.contents import Contents, Prompts, namespace_of
 from kvferry.bench.chaos.driver import decks
 from kvferry.bench.chaos.faults import KILLS, Fault, FaultKind
@@ -24,6 +25,10 @@ from kvferry.bench.chaos.run import Outcome, run
 from kvferry.bench.chaos.soak import Series, trends
 from kvferry.bench.chaos.tally import Late, Tally
 from kvferry.errors import MisconfiguredError
+from kvferry.identity.header import pack_header
+from kvferry.identity.names import PartKey
+from kvferry.identity.stripes import checksum, stripe_plan
+from kvferry.tiers.valkey.jobs import stripe_key
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -67,6 +72,7 @@ def test_no_byte_is_wrong_and_nothing_is_left_after_faults_of_every_kind() -> No
     assert {fault.kind for fault in outcome.faults} == set(FaultKind), told(outcome)
     assert outcome.tally.operations["load"]["complete"] > 0, told(outcome)
     assert outcome.tally.chunks["valkey"] > 0, told(outcome)
+    assert outcome.audit.right > 0, told(outcome)
     assert json.dumps(report.document(outcome))
 
 
@@ -237,3 +243,27 @@ def test_a_soak_does_not_take_the_options_of_a_run() -> None:
         command.main(parser.parse_args(["--soak", "60", "--kills", "3"]))
     with pytest.raises(MisconfiguredError, match="--seed"):
         command.main(parser.parse_args(["--seed", "many"]))
+
+
+def test_what_a_reader_would_accept_and_is_not_right_counts_as_wrong_in_the_audit() -> None:
+    """Damage that a checksum finds is no wrong byte; other bytes under a matching checksum are."""
+    contents = Contents(5)
+    key = PartKey(bytes(16), bytes(32), 1)
+    right = contents.of(key.chunk, key.part)
+    (stripe,) = stripe_plan(len(right))
+    name = stripe_key(key, 0)
+
+    def value(payload: bytes) -> bytes:
+        head = pack_header(
+            key, part_bytes=len(right), stripe=stripe, stripe_count=1, checksum=checksum(payload)
+        )
+        return head + payload
+
+    found = Audit()
+    judge(found, name, value(right), contents)
+    judge(found, name, value(right)[:-1], contents)
+    judge(found, name, bytes([1]) + value(right)[1:], contents)
+    assert (found.right, found.damaged, found.wrong) == (1, 2, [])
+    judge(found, name, value(bytes(len(right))), contents)
+    judge(found, b"other:key", b"", contents)
+    assert len(found.wrong) == 2

@@ -22,6 +22,7 @@ def document(outcome: Outcome) -> dict[str, Any]:
         "seconds": round(outcome.seconds, 1),
         "kills": sum(fault.kind in KILLS for fault in outcome.faults),
         "wrong_bytes": tally.wrong,
+        "valkey_at_the_end": asdict(outcome.audit),
         "leaks": outcome.leaks,
         "died": outcome.died,
         "logs": outcome.logs,
@@ -54,7 +55,7 @@ def render(outcome: Outcome, trends: Sequence[Trend] = ()) -> str:
     parts.append(_held(outcome))
     if trends:
         parts.append(_trends(trends))
-    bad = [*tally.notes, *outcome.died, *(f"leak: {leak}" for leak in outcome.leaks)]
+    bad = [*tally.notes, *outcome.audit.wrong, *outcome.died, *(f"leak: {leak}" for leak in outcome.leaks)]
     bad += [f"{name} wrote last:\n{text}" for name, text in outcome.logs.items()]
     if bad:
         parts.append("\n".join(bad))
@@ -73,7 +74,13 @@ def _operations(outcome: Outcome) -> str:
         for name, number in outcomes.most_common()
     ]
     loaded = ", ".join(f"{count(number)} from {tier}" for tier, number in outcome.tally.chunks.items())
-    return table(("operation", "outcome", "number"), rows) + f"\nparts loaded: {loaded or 'none'}"
+    audit = outcome.audit
+    return (
+        table(("operation", "outcome", "number"), rows)
+        + f"\nparts loaded: {loaded or 'none'}"
+        + f"\nin Valkey at the end: {count(audit.right)} values right, {count(audit.damaged)} damaged that a "
+        f"reader would refuse, {count(len(audit.wrong))} wrong"
+    )
 
 
 def _faults(faults: Sequence[Fault]) -> str:

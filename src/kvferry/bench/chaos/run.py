@@ -5,6 +5,8 @@ import time
 from dataclasses import dataclass, field
 
 from kvferry.bench.chaos import leaks
+from kvferry.bench.chaos.audit import Audit, audit
+from kvferry.bench.chaos.contents import Contents
 from kvferry.bench.chaos.driver import Driver, Progress, Rest, decks
 from kvferry.bench.chaos.faults import Fault
 from kvferry.bench.chaos.fleet import Fleet, Plan, running_fleet
@@ -23,6 +25,7 @@ class Outcome:
     faults: list[Fault] = field(default_factory=list[Fault])
     leaks: list[str] = field(default_factory=list[str])
     died: list[str] = field(default_factory=list[str])
+    audit: Audit = field(default_factory=Audit)
     logs: dict[str, str] = field(default_factory=dict[str, str])
     census: dict[str, tuple[Census | None, Census | None]] = field(
         default_factory=dict[str, tuple[Census | None, Census | None]]
@@ -32,7 +35,7 @@ class Outcome:
     @property
     def good(self) -> bool:
         """No wrong byte, no leak, no death of its own, no defect."""
-        return not (self.tally.wrong or self.leaks or self.died or self.tally.defects)
+        return not (self.tally.wrong or self.audit.wrong or self.leaks or self.died or self.tally.defects)
 
 
 def run(plan: Plan, *, progress: Progress = lambda line: None) -> Outcome:
@@ -53,6 +56,7 @@ def run(plan: Plan, *, progress: Progress = lambda line: None) -> Outcome:
 
 def conclude(outcome: Outcome, fleet: Fleet, before: Rest, after: Rest) -> None:
     """Compare the fleet at rest before the faults and after them; forgets all that its nodes hold."""
+    outcome.audit = audit(fleet.cluster, Contents(outcome.plan.seed))
     outcome.leaks += before.held + after.held
     for process in fleet.processes:
         name = process.name
