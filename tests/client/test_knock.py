@@ -104,6 +104,22 @@ def test_where_nobody_listens_a_call_is_answered_at_once(
     stream.close()
 
 
+def test_a_thread_that_is_slow_to_finish_its_handshake_keeps_no_call_waiting(
+    tmp_path: Path, stack: ExitStack, node_process: NodeStarter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tmp_path / "node.sock")
+    stack.callback(engine.close)
+    eventually(lambda: engine.scheduler._connection.last_error, "an attempt failed")
+    go_on = threading.Event()
+    stack.callback(go_on.set)
+    monkeypatch.setattr(connection.log, "warning", lambda *_, **__: go_on.wait(WAIT_S))
+    process = node_process()
+    engine.connected()
+    process.signal(signal.SIGKILL)
+    process.process.wait()
+    assert _first_poll(engine, "r") is Reason.NODE_DOWN
+
+
 @pytest.fixture
 def mute(tmp_path: Path) -> Iterator[Path]:
     """A socket that takes connections and says nothing, as of a node that is stopped."""

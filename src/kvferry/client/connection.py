@@ -318,6 +318,7 @@ class NodeConnection:
         if self._closing:
             raise ClosedError("the client was closed")
         self._forget_knock()  # came while another socket was being opened
+        self._greeting = False
         self._sock = sock
         self._frames = FrameBuffer()
         self._unsent.clear()
