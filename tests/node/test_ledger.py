@@ -26,7 +26,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.quota = 10 * stored_bytes(1000)
         self.ledger = Ledger(self.quota, max_chunks=6)
         self.store: dict[PartKey, int] = {}
-        self.storing: dict[PartKey, int] = {}
+        self.storing: list[PartRef] = []
         self.leaving: list[PartKey] = []
 
     keys = st.builds(
@@ -35,25 +35,25 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(key=keys)
     def claim(self, key: PartKey) -> None:
-        if key in self.storing or self.ledger.is_leaving(key):
-            return
-        nbytes = 1000 * (1 + key.part)
-        if self.ledger.claim(PartRef(key, nbytes)):
-            self.storing[key] = nbytes
-        for ref in self.ledger.make_room():
-            assert ref.key not in self.storing
-            self.leaving.append(ref.key)
+        ref = PartRef(key, 1000 * (1 + key.part))
+        if self.ledger.claim(ref):
+            self.storing.append(ref)
+        for victim in self.ledger.make_room():
+            assert victim not in self.storing
+            self.leaving.append(victim.key)
 
     @rule(outcome=st.sampled_from(["stored", "absent", "traces"]))
     def finish(self, outcome: str) -> None:
-        if not self.storing or self.ledger.over_quota:
-            return  # a store waits until there is room
-        key, nbytes = self.storing.popitem()
+        if not self.storing:
+            return
+        key, nbytes = self.storing.pop()
+        if self.ledger.over_quota or self.ledger.is_leaving(key):
+            outcome = "not begun"  # a store waits until there is room
         if outcome == "stored":
             self.ledger.stored(key)
         else:
             self.ledger.not_stored(key, traces=outcome == "traces")
-        if outcome != "absent":  # else what was there before is there still
+        if outcome in ("stored", "traces"):  # else what was there before is there still
             self.store[key] = nbytes
 
     @rule(gone=st.booleans())
@@ -67,7 +67,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(key=keys)
     def evict(self, key: PartKey) -> None:
         """By the server, and seen."""
-        if key not in self.leaving and key not in self.storing:
+        if key not in self.leaving and all(ref.key != key for ref in self.storing):
             mark = self.ledger.mark
             self.store.pop(key, None)
             self.ledger.missing(key, since=mark)
@@ -80,7 +80,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def nothing_is_stored_that_does_not_count(self) -> None:
         self.ledger.check()
         there = sum(stored_bytes(nbytes) for nbytes in self.store.values())
-        under_way = sum(stored_bytes(nbytes) for nbytes in self.storing.values())
+        under_way = sum(stored_bytes(ref.nbytes) for ref in set(self.storing))
         assert there <= self.ledger.statistics().used_bytes
         assert under_way <= self.quota
         if not self.ledger.over_quota:

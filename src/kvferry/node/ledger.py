@@ -3,7 +3,8 @@
     claim ──► STORING ──stored──► HELD ──make_room──► LEAVING ──left──► (gone)
                  └──not stored──► (gone)  └──missing──► (gone)  └──stayed──► HELD, the coldest
 
-All three count as used, so that the quota holds while parts are on their way in or out. What was there
+All three count as used, so that the quota holds while parts are on their way in or out. A part that comes
+again while it leaves is both, and counts twice; one that is stored twice at once counts once. What was there
 before, of another node or of an earlier process of this one, is not in here and not removed.
 """
 
@@ -42,6 +43,17 @@ class _Chunk:
         self.stamp = 0
 
 
+class _Storing:
+    """runs: stores under way. held: that it is there when all have ended. recent: because one stored it."""
+
+    __slots__ = ("held", "recent", "runs")
+
+    def __init__(self, *, held: bool) -> None:
+        self.runs = 0
+        self.held = held
+        self.recent = False
+
+
 @dataclass(frozen=True, slots=True)
 class LedgerStatistics:
     """removed: to make room for others, since start. The rest is now."""
@@ -61,7 +73,7 @@ class Ledger:
         self._max_chunks = max_chunks
         self._chunks: OrderedDict[ChunkName, _Chunk] = OrderedDict()  # HELD, coldest first
         self._part_bytes: dict[tuple[bytes, int], int] = {}  # by namespace and part number
-        self._storing: dict[PartKey, bool] = {}  # whether it was HELD before
+        self._storing: dict[PartKey, _Storing] = {}
         self._leaving: set[PartKey] = set()
         self._held_bytes = self._storing_bytes = self._leaving_bytes = 0
         self._removed_parts = self._removed_bytes = 0
@@ -83,17 +95,15 @@ class Ledger:
 
     def claim(self, ref: PartRef) -> bool:
         """HELD or absent to STORING. False: there is no room, whatever was removed for it."""
-        nbytes = stored_bytes(ref.nbytes)
-        if ref.key in self._storing:
-            raise BrokenError(
-                f"part {ref.key.part} of chunk {ref.key.chunk.hex()[:12]} is stored twice at once"
-            )
-        if self._storing_bytes + nbytes > self._quota_bytes:
-            return False
-        self._part_bytes[ref.key.namespace, ref.key.part] = ref.nbytes
-        self._storing[ref.key] = self._holds(ref.key)
-        self._drop(ref.key)
-        self._storing_bytes += nbytes
+        key, nbytes = ref.key, stored_bytes(ref.nbytes)
+        if key not in self._storing:
+            if self._storing_bytes + nbytes > self._quota_bytes:
+                return False
+            self._part_bytes[key.namespace, key.part] = ref.nbytes
+            self._storing[key] = _Storing(held=self._holds(key))
+            self._storing_bytes += nbytes
+            self._drop(key)
+        self._storing[key].runs += 1
         return True
 
     def make_room(self) -> list[PartRef]:
@@ -109,17 +119,17 @@ class Ledger:
         return victims
 
     def stored(self, key: PartKey) -> None:
-        """STORING to HELD, the most recent."""
+        """STORING to HELD, the most recent, when no other store of it is under way."""
+        self._storing[key].held = self._storing[key].recent = True
         self._end_storing(key)
-        self._hold(key, last=True)
 
     def not_stored(self, key: PartKey, *, traces: bool) -> None:
         """STORING to absent; to HELD, the coldest, if it was so before.
 
         traces: something of it may be there all the same: it counts as HELD too.
         """
-        if self._end_storing(key) or traces:
-            self._hold(key, last=False)
+        self._storing[key].held |= traces
+        self._end_storing(key)
 
     def forget(self, refs: Sequence[PartRef]) -> None:
         """HELD to LEAVING: somebody asked for their removal."""
@@ -133,7 +143,11 @@ class Ledger:
             return
         self._leaving.remove(key)
         self._leaving_bytes -= self._stored_bytes(key)
-        if not gone:
+        if gone:
+            return
+        if key in self._storing:
+            self._storing[key].held = True
+        else:
             self._hold(key, last=False)
 
     def missing(self, key: PartKey, *, since: int) -> None:
@@ -165,9 +179,7 @@ class Ledger:
         ]
         if any(not chunk.parts for chunk in self._chunks.values()):
             raise BrokenError("a chunk of no parts is in the ledger")
-        if len({*held, *self._storing, *self._leaving}) != len(held) + len(self._storing) + len(
-            self._leaving
-        ):
+        if not self._storing.keys().isdisjoint(held) or not self._leaving.isdisjoint(held):
             raise BrokenError("a part is in two states")
         sums = [sum(map(self._stored_bytes, keys)) for keys in (held, self._storing, self._leaving)]
         if sums != [self._held_bytes, self._storing_bytes, self._leaving_bytes]:
@@ -213,10 +225,19 @@ class Ledger:
         self._leaving_bytes += self._stored_bytes(key)
         return PartRef(key, self._part_bytes[key.namespace, key.part])
 
-    def _end_storing(self, key: PartKey) -> bool:
-        """Whether it was HELD before."""
+    def _end_storing(self, key: PartKey) -> None:
+        storing = self._storing[key]
+        storing.runs -= 1
+        if storing.runs:
+            return
+        del self._storing[key]
         self._storing_bytes -= self._stored_bytes(key)
-        return self._storing.pop(key)
+        if not storing.held:
+            return
+        if key in self._leaving:  # it came while it left
+            self._leaving.remove(key)
+            self._leaving_bytes -= self._stored_bytes(key)
+        self._hold(key, last=storing.recent)
 
 
 def _numbers(bits: int) -> list[int]:
