@@ -15,14 +15,16 @@ from kvferry.identity.stripes import checksum, stripe_plan
 from kvferry.testing.servers import must
 
 SCAN_COUNT = "500"
+SEALED_WORDS = 6  # of a name that ends in the id of a key
 
 
 @dataclass(slots=True)
 class Audit:
-    """Values by verdict. wrong: what would have passed, in words."""
+    """Values by verdict. sealed: encrypted, not looked into. wrong: what would have passed, in words."""
 
     right: int = 0
     damaged: int = 0
+    sealed: int = 0
     wrong: list[str] = field(default_factory=list[str])
 
 
@@ -41,6 +43,9 @@ def audit(cluster: ValkeyCluster, contents: Contents) -> Audit:
 def judge(found: Audit, name: bytes, value: bytes, contents: Contents) -> None:
     """One value, by the name under which it was found."""
     words = name.decode(errors="replace").split(":")
+    if len(words) == SEALED_WORDS:
+        found.sealed += 1
+        return
     try:
         _, namespace, chunk, part, stripe_index = words
         key = PartKey(bytes.fromhex(namespace), bytes.fromhex(chunk), int(part))
