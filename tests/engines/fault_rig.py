@@ -23,7 +23,7 @@ CHUNKS = 11
 PROMPT_TOKENS = CHUNKS * BLOCK + 12
 CHUNK_BYTES = 128 << 10
 SLOW_BYTES_S = 1e6  # a load at this rate takes longer than it may
-WAIT_S = 60.0  # for what must happen by itself; generous, since the machine may be busy
+WAIT_S = 120.0  # for what must happen by itself; generous, since the machine may be busy
 TRIES = 5
 
 

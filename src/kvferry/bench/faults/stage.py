@@ -23,7 +23,7 @@ from kvferry.tiers.valkey.url import Address, ValkeyUrl
 
 LOAD_S = 1.5  # how long a load takes through the slowed proxy: to be broken in its middle
 ASK_VALKEY_S = 10.0
-WITHIN_S = 60.0
+WITHIN_S = 120.0
 LOADS_FROM = "B"
 STORES_FROM = "A"
 
