@@ -131,7 +131,7 @@ class SideFleet:
     def engine(self, *, blocks: int = 64, ranks: int = 1, tokens_per_step: int = 64) -> FakeEngine:
         geometry = ChunkGeometry(BLOCK_TOKENS, BLOCK_TOKENS * self._chunk_blocks)
         part_bytes = (LAYERS * BLOCK_BYTES * self._chunk_blocks,) * ranks
-        namespace = NamespaceInfo(bytes([ranks]) * 16, part_bytes, geometry.chunk_tokens, "default")
+        namespace = NamespaceInfo(b"test" + bytes([ranks]) * 12, part_bytes, geometry.chunk_tokens, "default")
         assignment = Assignment(
             str(self.node.settings.socket_path),
             f"engine{len(self._schedulers)}",
@@ -163,11 +163,12 @@ class SideFleet:
         workers = [
             WorkerSide(memory, rank=rank, connect=self._connect) for rank, memory in enumerate(memories)
         ]
+        others = len(self._stores)
         for worker in workers:
             worker.connect(assignment)
             self._stack.callback(worker.close)
         assert client.wait_connected(WAIT_S)
-        assert all(store.client.wait_connected(WAIT_S) for store in self._stores)
+        assert all(store.client.wait_connected(WAIT_S) for store in self._stores[others:])
         engine = FakeEngine(
             memories=[memory.kv for memory in memories],
             block_tokens=BLOCK_TOKENS,
@@ -219,12 +220,11 @@ class SideFleet:
 
     def damage_node(self, *, rank: int | None = None) -> None:
         """See the contract. Here a rank's part has its number."""
-        mapping = self._stores[0].client.mapping
-        assert mapping is not None
-        pool = np.frombuffer(mapping.view(0, POOL_BYTES), dtype=np.uint8)
+        state = self.node._app.state
+        pool = np.frombuffer(state.arena.view(0, POOL_BYTES), dtype=np.uint8)
         # Not while a slot is being filled: its writer would sign the damage. And never back to what it was.
         eventually(lambda: not self.node.statistics().catalogue.filling_parts, "no slot that is being filled")
-        for entry in list(self.node._app.state.catalogue._at.values()):
+        for entry in list(state.catalogue._at.values()):
             if rank in (None, entry.key.part):
                 pool[entry.offset : entry.offset + entry.nbytes] += 1
 
