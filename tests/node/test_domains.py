@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.node.domains import BLUE, CHUNK_TOKENS, GREEN, Domain, engine_of, grant, host, names
 from tests.node.fleet import PART_BYTES, WAIT_S, Engine, NodeProcess, at_rest, eventually
-from tests.servers import Server, running_server
+from tests.servers import Server, running_cluster, running_server
 
 from kvferry.client.admin import AdminClient
 from kvferry.client.messages import LoadEnd, NamespaceInfo, Reason, Tier
@@ -63,6 +63,19 @@ def test_a_domains_nodes_store_and_load_as_its_own_user(
             at_rest(node)
             assert not node.statistics().counters.store_failed
     assert len(server.key_names()) == 2 * len(names(server, BLUE, BLUE.digests(COUNT)))
+
+
+def test_a_domains_user_serves_at_a_cluster(tmp_path: Path, stack: ExitStack) -> None:
+    cluster = stack.enter_context(running_cluster())
+    for server in cluster.servers:  # users are each server's own
+        grant(server, BLUE.acl())
+    here = host(tmp_path / "here", BLUE.url(*cluster.servers[:1]), stack)
+    chunks = _stored(BLUE, here, stack)
+    assert all(names(server, BLUE, chunks) for server in cluster.servers)
+    engine = engine_of(BLUE, host(tmp_path / "there", BLUE.url(*cluster.servers[1:2]), stack), stack)
+    answer = engine.lookup(chunks)
+    assert answer.tiers == (Tier.VALKEY,) * COUNT
+    assert engine.load(answer, chunks) == [LoadEnd(Reason.COMPLETE, COUNT)]
 
 
 def test_the_same_prompt_has_other_names_in_another_domain(
