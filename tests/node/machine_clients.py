@@ -50,9 +50,11 @@ class Clients(Model):
         """Look a prefix up. Returns what the tier is asked for it."""
         peer, wanted = self.peer(Role.SCHEDULER, who), chunks[first:]
         self.tickets += 1
-        memory = self.world.state.catalogue.run(space.namespace, wanted)
+        catalogue = self.world.state.catalogue
+        memory = catalogue.run(space.namespace, wanted)
+        absent = [at for at, chunk in enumerate(wanted) if not catalogue.run(space.namespace, [chunk])]
         probes = list(self.tier.probes) if self.tier is not None else []
-        asked = Asked(peer, space, wanted, first, self.clock.now + wait_s, memory)
+        asked = Asked(peer, space, wanted, first, self.clock.now + wait_s, memory, absent)
         self.asked[peer, self.tickets] = asked
         assert self.world.say(
             peer,

@@ -38,7 +38,10 @@ NO_FAILURE = {Reason.ABSENT, Reason.EVICTED, Reason.CHEAPER}  # for which an ans
 
 @dataclass(eq=False)
 class Asked:
-    """A lookup without an answer. memory: chunks that the pool held when it came."""
+    """A lookup without an answer.
+
+    memory: how many of the first chunks the pool held when it came. absent: positions of those it did not.
+    """
 
     peer: Peer
     space: Namespace
@@ -46,6 +49,7 @@ class Asked:
     first_chunk: int
     bound: float
     memory: int
+    absent: Sequence[int]
     probe: Probe | None = None
 
 
@@ -88,7 +92,9 @@ class Writing:
 class Model:
     """The world, and what is known of it."""
 
-    def __init__(self, *, with_tier: bool) -> None:
+    def __init__(self, *, with_tier: bool, tight: bool = False) -> None:
+        """tight: the node's bounds are so small that an answer need not name all that is ready."""
+        self.tight = tight
         self.clock = Clock()
         self.tier = ScriptedTier() if with_tier else None
         self.damaged: set[PartKey] = set()  # of parts whose bytes in memory were changed
@@ -203,12 +209,15 @@ class Model:
             self.is_counted(Reason.DEADLINE)
             available, missing = asked.memory, False
         else:
-            outcomes = list(zip(probe.refs, probe.answered, strict=True))
-            bad = [ref.key.chunk for ref, outcome in outcomes if outcome is not Outcome.OK]
-            if bad:
-                available = wanted.index(bad[0])
-                ends = [outcome for ref, outcome in outcomes if ref.key.chunk == bad[0]]
-                missing = all(outcome in (Outcome.OK, Outcome.MISS) for outcome in ends)
+            parts = len(asked.space.parts)
+            probed = len(probe.refs) // parts
+            if probed < len(asked.absent):
+                available, missing = asked.absent[probed], False  # the limit left it out
+            for at, position in enumerate(asked.absent[:probed]):
+                ends = set(probe.answered[at * parts : (at + 1) * parts])
+                if ends != {Outcome.OK}:
+                    available, missing = position, ends <= {Outcome.OK, Outcome.MISS}
+                    break
         self.missed += len(wanted) - available if missing else 0
         assert answer.count <= available
         assert (answer.epoch, answer.first_chunk) == (self.epoch, asked.first_chunk)
@@ -236,7 +245,7 @@ class Model:
             self._given(loading, place)
         for at, tier in enumerate(answer.tiers, asked.first_chunk):
             whole = {(at, part) for part in asked.space.parts} <= loading.given
-            assert whole or tier == Tier.VALKEY or self._wants_more_than_its_share(asked.peer)
+            assert whole or tier == Tier.VALKEY or self._wants_more_than_its_share(asked.peer) or self.tight
 
     def _wants_more_than_its_share(self, peer: Peer) -> bool:
         """Whether what its loads and lookups want together is more than one connection may hold."""
@@ -268,6 +277,7 @@ class Model:
         self._tick(now)
         self.absorb()
         world.state.catalogue.check()
+        world.state.pins.check()
         self._bytes_are_right()
         for asked in self.asked.values():
             assert now < asked.bound, "a lookup without an answer"

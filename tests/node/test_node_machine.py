@@ -4,6 +4,8 @@ Engines attach, look up, load, store and die in any order; the tier answers late
 the clock moves in steps. ``machine_model`` says what must hold after each step.
 """
 
+from types import ModuleType
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -15,6 +17,8 @@ from tests.node.machine_world import CHECKSUMS, CONTENT, DIGESTS, KEYS, PROMPTS
 from tests.runs import runs
 
 from kvferry.identity.names import PartKey
+from kvferry.node import loading as node_loading
+from kvferry.node import lookups, loop, recency, saves, state, writeback
 from kvferry.node.wire import Copied, Corrupt, DropQuery, EndLoad, Join, Role
 from kvferry.tiers.contract import Outcome
 
@@ -36,10 +40,11 @@ class NodeMachine(RuleBasedStateMachine):
     """
 
     with_tier = True
+    tight = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = Clients(with_tier=self.with_tier)
+        self.model = Clients(with_tier=self.with_tier, tight=self.tight)
 
     @initialize(hole=st.integers(1, 8))
     def another_host_stored(self, hole: int) -> None:
@@ -88,16 +93,16 @@ class NodeMachine(RuleBasedStateMachine):
             model.tier.answer(probe, None, 0)
         before = set(model.loads)
         model.check()
-        for loading in [loading for load_id, loading in model.loads.items() if load_id not in before]:
+        for begun in [begun for load_id, begun in model.loads.items() if load_id not in before]:
             for part in wanted.parts if stages > 1 else ():
-                model.join(part, loading, part)
+                model.join(part, begun, part)
             for fetch in list(model.tier.fetches) if stages > 2 and model.tier is not None else ():
                 model.tier.finish(fetch, None)
             model.check()
-            for at in list(loading.places) if stages > 3 else ():
-                model.copy(at[1], loading, at)
-            if stages > 4 and loading.load_id in model.loads:
-                model.end(loading)
+            for at in list(begun.places) if stages > 3 else ():
+                model.copy(at[1], begun, at)
+            if stages > 4 and begun.load_id in model.loads:
+                model.end(begun)
 
     @precondition(lambda self: self.model.loads)
     @rule(load=which)
@@ -292,6 +297,39 @@ class MemoryNodeMachine(NodeMachine):
     with_tier = False
 
 
+class TightNodeMachine(NodeMachine):
+    """Every bound on what the node keeps is reached all the time."""
+
+    tight = True
+    bounds: tuple[tuple[ModuleType, str, int], ...] = (
+        (lookups, "MAX_PENDING_PER_CONNECTION", 2),
+        (lookups, "MAX_LOADS_PER_CONNECTION", 2),
+        (lookups, "MAX_LOADS", 4),
+        (lookups, "MAX_PROBED_PARTS", 6),
+        (node_loading, "MAX_BATCH", 2),
+        (node_loading, "MAX_TOUCHED", 1),
+        (loop, "MAX_POSTED_PER_TURN", 2),
+        (recency, "MAX_PER_CALL", 2),
+        (recency, "MAX_REMEMBERED", 3),
+        (saves, "MAX_RESERVATIONS_PER_CONNECTION", 3),
+        (state, "MAX_REMEMBERED_EVICTIONS", 2),
+        (writeback, "MAX_BATCH_PARTS", 2),
+    )
+
+    def __init__(self) -> None:
+        self.patches = pytest.MonkeyPatch()
+        for module, name, value in self.bounds:
+            self.patches.setattr(module, name, value)
+        super().__init__()
+
+    def teardown(self) -> None:
+        """With the bounds still as they were."""
+        try:
+            super().teardown()
+        finally:
+            self.patches.undo()
+
+
 STEPS = settings(
     max_examples=runs(150),
     stateful_step_count=60,
@@ -303,3 +341,5 @@ NodeMachine.TestCase.settings = STEPS
 MemoryNodeMachine.TestCase.settings = settings(STEPS, max_examples=runs(50))
 TestNode = NodeMachine.TestCase
 TestMemoryNode = MemoryNodeMachine.TestCase
+TightNodeMachine.TestCase.settings = MemoryNodeMachine.TestCase.settings
+TestTightNode = TightNodeMachine.TestCase

@@ -124,3 +124,18 @@ def test_a_prefix_longer_than_a_lookup_may_ask_for_is_a_limit_and_no_miss(
     counters = model.world.state.counters
     assert (counters.failed["limit"], counters.missed_chunks) == (1, 0)
     model.check()
+
+
+def test_a_prompt_that_names_a_chunk_twice_costs_nobody_else_the_fetch(model: Clients) -> None:
+    assert model.tier is not None
+    twice = load(model, 0, ODD, [DIGESTS[0], DIGESTS[1], DIGESTS[0]])
+    model.clock.now += 0.5
+    other = load(model, 1, ODD, DIGESTS[:1])
+    assert other.deadline > twice.deadline
+    for fetch in list(model.tier.fetches):
+        if fetch.item.ref.key.chunk == DIGESTS[0]:
+            model.tier.finish(fetch, Outcome.LATE)
+    model.check()
+    assert (twice.end, other.end) == (0, 1)
+    fetch_all(model)
+    assert other.given == {(0, 0)}

@@ -295,8 +295,8 @@ class Loads:
         now = state.loop.clock()
         for waiter in waiters:
             live = self._loads.get(waiter.load_id)
-            if live is None:
-                continue
+            if live is None or live.load.state(waiter.at) is not PartState.FETCHING:
+                continue  # ended, or cut by a waiter before this one
             slot = state.pins.pin(key, live.owner) if result.outcome is Outcome.OK else None
             if slot is not None:
                 live.progress = now
