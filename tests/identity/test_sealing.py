@@ -65,7 +65,8 @@ def test_what_was_sealed_opens_piece_by_piece() -> None:
 @pytest.mark.parametrize("vector", GOLDEN, ids=lambda vector: vector["part_bytes"])
 def test_a_value_written_from_the_specification_is_the_same(vector: dict[str, Any]) -> None:
     key, nonce, payload, header, encrypted = (
-        bytes.fromhex(vector[field]) for field in ("encryption_key", "nonce", "payload", "header", "encrypted")
+        bytes.fromhex(vector[field])
+        for field in ("encryption_key", "nonce", "payload", "header", "encrypted")
     )
     name = header[:88]
     key_id = hashlib.blake2b(b"", key=key, digest_size=4, person=b"kvferry-seal-id").digest()
