@@ -210,3 +210,36 @@ def _first_poll(engine: Engine, request_id: str) -> Reason | None:
     engine.scheduler.lookup(LookupRequest(request_id, digests(1), 0, 133, SLOW_PREFILL))
     answer = engine.scheduler.poll(request_id)
     return None if answer is None else answer.reason
+
+
+def test_closing_ends_a_call_that_waits_for_a_connection_to_come(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call has opened a socket, and the thread that would shake hands ends before it gets to that."""
+    waits = threading.Event()
+    monkeypatch.setattr(connection.NodeConnection, "_pause", lambda self, seconds: waits.wait(WAIT_S))
+    engine = Engine(tmp_path / "node.sock")
+    stack.callback(engine.close)
+    stack.callback(waits.set)
+    client = engine.worker
+    eventually(lambda: client.last_error, "that there is no node")
+    listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+    listener.bind(str(tmp_path / "node.sock"))
+    (tmp_path / "node.sock").chmod(0o600)
+    listener.listen()
+    found: list[ReserveOutcome] = []
+
+    def reserve() -> None:
+        slots = client.reserve((), digests(1), part=0, timeout_s=1000.0)
+        found.extend(slot.outcome for slot in slots)
+
+    call = threading.Thread(target=reserve)
+    call.start()
+    eventually(lambda: client._connection._knocked is not None, "the knock")
+    closing = threading.Thread(target=client.close)
+    closing.start()
+    eventually(lambda: client._connection._closing, "the closing")
+    waits.set()
+    closing.join(WAIT_S)
+    call.join(WAIT_S)
+    assert found == [ReserveOutcome.FULL]

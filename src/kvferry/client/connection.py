@@ -176,6 +176,7 @@ class NodeConnection:
         self._thread.join(JOIN_S)
         with self.lock:
             self._forget_knock()
+            self._listener.disconnected(Reason.CLOSED)  # for calls that waited for the connection to come
             os.close(self._wake)
             self._wake = -1
 
