@@ -7,7 +7,7 @@ import sys
 from kvferry.bench.chaos import report
 from kvferry.bench.chaos.fleet import Plan
 from kvferry.bench.chaos.run import run
-from kvferry.bench.chaos.soak import soak
+from kvferry.bench.chaos.soak import WARM_REQUESTS, soak
 from kvferry.demo.processes import StoppedError, stop_on_signals
 from kvferry.errors import MisconfiguredError
 from kvferry.values import parse_count
@@ -53,13 +53,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def soak_plan(seconds: int, seed: int) -> Plan:
-    """A request every second and engine, and a fault every two minutes."""
+    """After the warm-up a request every second and engine, and a fault every two minutes."""
     return Plan(
         seconds=float(seconds),
         seed=seed,
         pace_s=120.0,
         users=1,
         pause_s=1.0,
+        warm_requests=WARM_REQUESTS,
         lasts_s=600.0,
         heartbeat_s=0.05,
         tick_s=0.25,

@@ -5,6 +5,7 @@ import heapq
 import itertools
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -46,6 +47,11 @@ class Driver:
         chunks = self._fleet.tally.chunks
         self._wait(lambda: all(engine.ready for engine in self._fleet.engines), "the engines")
         self._wait(lambda: chunks["memory"] > 0 and chunks["valkey"] > 0, "reuse from memory and Valkey")
+
+    def warm_up(self, requests: int, timeout_s: float) -> None:
+        """Until so many requests were answered."""
+        lookups = self._fleet.tally.operations
+        self._wait(lambda: lookups.get("lookup", Counter()).total() >= requests, "the warm-up", timeout_s)
 
     def rest(self) -> Rest:
         """The engines pause, the nodes come to rest; what each process holds then, and should not."""

@@ -27,6 +27,7 @@ from kvferry.engines.vllm.messages import LoadSpec, SaveChunk, SaveSpec, WorkerP
 from kvferry.engines.vllm.transfers import LoadJob
 
 POLL_S = 0.001
+WARM_PAUSE_S = 0.002
 CANCEL_SHARE = 0.03
 ABORT_SHARE = 0.03
 # A chunk takes 40 ms: a prompt of 24 is worth a second, and a load of it has a deadline of 1.4 s.
@@ -54,7 +55,8 @@ class User:
                         self._request()
             except Exception as error:  # noqa: BLE001 (top of a driver)
                 self._engine.note(Kind.DEFECT, type(error).__name__, time.monotonic(), note=repr(error))
-            self._engine.stopping.wait(self._rng.expovariate(1.0 / settings.pause_s))
+            pause_s = WARM_PAUSE_S if self._requests < settings.warm_requests else settings.pause_s
+            self._engine.stopping.wait(self._rng.expovariate(1.0 / pause_s))
 
     def _request(self) -> None:
         engine, rng = self._engine, self._rng

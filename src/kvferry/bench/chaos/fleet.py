@@ -39,6 +39,7 @@ class Plan:
     settle_s: float = 75.0
     users: int = 2
     pause_s: float = 0.05
+    warm_requests: int = 0
     conversations: int = 24
     lasts_s: float = 60.0
     heartbeat_s: float = 0.01
@@ -132,6 +133,7 @@ def _settings(plan: Plan, index: int, node: NodeProcess, started: float) -> Engi
         start=started,
         users=plan.users,
         pause_s=plan.pause_s,
+        warm_requests=plan.warm_requests,
         conversations=plan.conversations,
         lasts_s=plan.lasts_s,
         heartbeat_s=plan.heartbeat_s,

@@ -26,7 +26,10 @@ HANG_S = 180.0  # no answer is bounded so loosely: who waits for longer is stuck
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the driver says on the command line. start: the run's, monotonic seconds. plant: a defect."""
+    """What the driver says on the command line. start: the run's, monotonic seconds. plant: a defect.
+
+    warm_requests: so many of each user follow each other without a pause.
+    """
 
     name: str
     socket: str
@@ -35,6 +38,7 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     start: float
     users: int = 2
     pause_s: float = 0.05
+    warm_requests: int = 0
     conversations: int = 24
     lasts_s: float = 60.0
     heartbeat_s: float = 0.01

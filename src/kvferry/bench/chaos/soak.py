@@ -1,6 +1,7 @@
 """Hours of gentle load with a fault now and then: does anything grow?
 
-What is sampled must end where it began. No node and no engine is killed: what grows must show.
+What is sampled must end where it began. No node and no engine is killed: what grows must show. A quick
+start fills what is bounded (a node remembers 4,096 requests), so that only what is not bounded can grow.
 """
 
 import itertools
@@ -17,7 +18,10 @@ from kvferry.bench.chaos.processes import POOL_MB
 from kvferry.bench.chaos.run import Outcome, conclude
 
 SAMPLE_S = 10.0
-WARM_SHARE = 0.1  # of the samples, before which caches and books fill
+SAID_EVERY = 12
+WARM_REQUESTS = 4500
+WARM_S = 1800.0
+WARM_SHARE = 0.1  # of the samples: what comes first is still settling
 EDGE_SHARE = 0.25  # of the rest: the first and the last of it are compared
 SPARE = {
     "descriptors": 3.0,
@@ -75,8 +79,10 @@ class Sampler:
     """Looks at every process each SAMPLE_S; a process that is stopped or starting is left out."""
 
     fleet: Fleet
+    progress: Progress = lambda line: None
     series: dict[str, Series] = field(default_factory=dict[str, Series])
     due: float = 0.0
+    samples: int = 0
 
     def __call__(self) -> None:
         """Sample, when it is time."""
@@ -84,6 +90,7 @@ class Sampler:
         if now < self.due:
             return
         self.due = now + SAMPLE_S
+        said: list[str] = []
         for process in self.fleet.processes:
             found, pid = process.census(), process.pid
             if found is None or pid is None:
@@ -94,6 +101,7 @@ class Sampler:
                 "anonymous_kb": found.anonymous_kb,
             }
             self.series.setdefault(process.name, Series()).add(now, pid, figures)
+            said.append(f"{process.name} {found.descriptors} {found.threads} {found.anonymous_kb / 1024:.1f}")
         for node in self.fleet.nodes:
             status = node.status()
             if status is not None:
@@ -103,6 +111,9 @@ class Sampler:
                     "loads": status["loads"],
                 }
                 self.series.setdefault(f"{node.name} pool", Series()).add(now, status["pid"], figures)
+        if self.samples % SAID_EVERY == 0:
+            self.progress("descriptors, threads, MB: " + ", ".join(said))
+        self.samples += 1
 
 
 def soak(plan: Plan, *, progress: Progress = lambda line: None) -> tuple[Outcome, list[Trend]]:
@@ -111,9 +122,10 @@ def soak(plan: Plan, *, progress: Progress = lambda line: None) -> tuple[Outcome
         outcome = Outcome(plan, fleet.tally, faults=fleet.faults, died=fleet.died)
         driver = Driver(fleet, plan, progress)
         driver.start()
+        driver.warm_up(plan.warm_requests * plan.users * len(fleet.engines), WARM_S)
         before = driver.rest()
         fleet.resume()
-        sampler = Sampler(fleet)
+        sampler = Sampler(fleet, progress)
         driver.break_things(gentle_decks(random.Random(f"decks {plan.seed}")), each=sampler)
         driver.heal()
         conclude(outcome, fleet, before, driver.rest())
