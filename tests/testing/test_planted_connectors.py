@@ -101,6 +101,11 @@ PLANTED: list[tuple[tuple[Defect, ...], str, str]] = [
         "test_an_engine_that_is_killed_during_a_save_leaves_nothing_half_written",
         WRONG_BYTES,
     ),
+    (
+        (broken.CallsFailuresGood,),
+        "test_a_life_at_random_keeps_bytes_right_and_returns_everything",
+        f"seed [0-9]: BrokenError: .*{WRONG_BYTES}.*; after: ",
+    ),
 ]
 
 
