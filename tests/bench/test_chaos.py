@@ -267,3 +267,12 @@ def test_what_a_reader_would_accept_and_is_not_right_counts_as_wrong_in_the_audi
     judge(found, name, value(bytes(len(right))), contents)
     judge(found, b"other:key", b"", contents)
     assert len(found.wrong) == 2
+
+
+def test_a_recovery_during_which_another_engine_was_down_did_not_stand_alone() -> None:
+    kill = Fault(FaultKind.NODE_KILL, "node-0", 1.0, node=0, lifted=2.0, ended=3.0, reuse_s=5.0)
+    flush = Fault(FaultKind.FLUSH, "valkey-1", 3.0, lifted=3.0, ended=3.3, reuse_s=0.1)
+    stop = Fault(FaultKind.ENGINE_STOP, "engine-2", 4.0, engine=2, lifted=6.0, ended=6.3, reuse_s=0.2)
+    assert report.stood_alone(kill, [kill, flush])
+    assert not report.stood_alone(kill, [kill, flush, stop])
+    assert report.stood_alone(stop, [kill, flush, stop])

@@ -37,7 +37,9 @@ def document(outcome: Outcome) -> dict[str, Any]:
             name: {"before": before and asdict(before), "after": after and asdict(after)}
             for name, (before, after) in outcome.census.items()
         },
-        "faults": [asdict(fault) for fault in outcome.faults],
+        "faults": [
+            {**asdict(fault), "alone": stood_alone(fault, outcome.faults)} for fault in outcome.faults
+        ],
     }
 
 
@@ -88,10 +90,32 @@ def _faults(faults: Sequence[Fault]) -> str:
     for kind in dict.fromkeys(fault.kind for fault in faults):
         of = [fault for fault in faults if fault.kind is kind]
         times = [fault.reuse_s for fault in of if fault.reuse_s is not None]
-        median = duration(statistics.median(times)) if times else "-"
-        most = duration(max(times)) if times else "-"
-        rows.append((kind.value, count(len(of)), median, most, str(len(of) - len(times) or "-")))
-    return table(("fault", "number", "reuse after", "at most", "not seen"), rows)
+        alone = [fault.reuse_s for fault in of if fault.reuse_s is not None and stood_alone(fault, faults)]
+        rows.append(
+            (
+                kind.value,
+                count(len(of)),
+                duration(statistics.median(times)) if times else "-",
+                duration(max(times)) if times else "-",
+                duration(max(alone)) if alone else "-",
+                str(len(of) - len(times) or "-"),
+            )
+        )
+    return table(("fault", "number", "reuse after", "at most", "at most, alone", "not seen"), rows)
+
+
+def stood_alone(fault: Fault, faults: Sequence[Fault]) -> bool:
+    """Whether, until reuse was back, nothing else was wrong with any node or engine."""
+    if fault.lifted is None or fault.reuse_s is None:
+        return False
+    back = fault.lifted + fault.reuse_s
+    return not any(
+        other is not fault
+        and (other.node is not None or other.engine is not None)
+        and other.began < back
+        and (other.ended is None or other.ended > fault.lifted)
+        for other in faults
+    )
 
 
 def _lateness(outcome: Outcome) -> str:
