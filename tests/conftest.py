@@ -1,6 +1,11 @@
 """Every test must leave the process as it found it; those that start an engine run last."""
 
+from collections.abc import Iterator
+from unittest.mock import patch
+
 import pytest
+
+from kvferry.node import node
 
 pytest_plugins = ["kvferry.testing.leaks"]
 
@@ -12,3 +17,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("engine") is not None:
             # An engine inside the process keeps its own threads; those tests check what is ours.
             item.add_marker(pytest.mark.may_leak("an engine keeps threads of its own"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_statistics() -> Iterator[None]:
+    """A busy host may keep a node's loop from answering for longer than an operator wants to wait."""
+    with patch.object(node, "STATISTICS_WAIT_S", 60.0):
+        yield

@@ -6,13 +6,12 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from tests.node.fleet import Engine, digests, eventually
+from tests.node.fleet import WAIT_S, Engine, digests, eventually
 from tests.servers import free_ports
 
 import kvferry
@@ -23,6 +22,7 @@ from kvferry.cli.table import COLUMNS, causes, clip, compact, duration, share, t
 from kvferry.client.admin import AdminClient
 from kvferry.client.messages import NamespaceInfo
 from kvferry.config import NODE_SETTINGS, NodeSettings
+from kvferry.demo.nodeview import NodeView
 from kvferry.node.explain import Record
 from kvferry.node.node import Node
 from kvferry.node.wire import Reason
@@ -249,13 +249,11 @@ def test_a_node_serves_until_it_is_told_to_stop_and_leaves_no_socket(tmp_path: P
     environ = {name: value for name, value in os.environ.items() if not name.startswith("KVFERRY_")}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ)
     try:
-        give_up = time.monotonic() + 30
-        while not path.exists() and process.poll() is None and time.monotonic() < give_up:
-            time.sleep(0.02)
+        eventually(lambda: NodeView(path).answers() or process.poll() is not None, "the node's start")
         with AdminClient(path) as admin:
             assert admin.status()["pid"] == process.pid
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=WAIT_S)
     finally:
         process.kill()
         process.wait()

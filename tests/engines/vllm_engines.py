@@ -17,7 +17,7 @@ from tests.engines.vllm_driver import MARK
 
 from kvferry.testing.processes import NodeProgram
 
-START_S = 240.0
+START_S = 400.0
 ANSWER_S = 120.0
 STOP_S = 60.0
 ROOT = Path(__file__).parents[2]

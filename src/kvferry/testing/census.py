@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-SETTLE_S = 3.0
+SETTLE_S = 30.0
 """How long something that is ending (a thread joined elsewhere, a child being reaped) may take to be gone."""
 
 _POLL_S = 0.02
