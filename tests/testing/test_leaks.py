@@ -96,7 +96,11 @@ def test_what_was_there_before_is_no_leak(stack: ExitStack) -> None:
 
 
 def test_the_plugin_fails_the_test_that_leaks_and_no_other(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text('pytest_plugins = ["kvferry.testing.leaks"]\n')
+    (tmp_path / "conftest.py").write_text(
+        "from kvferry.testing import census\n"
+        "census.SETTLE_S = 0.5  # for what never ends\n"
+        'pytest_plugins = ["kvferry.testing.leaks"]\n'
+    )
     (tmp_path / "test_some.py").write_text(
         textwrap.dedent("""
             import os, pytest
