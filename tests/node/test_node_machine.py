@@ -64,7 +64,7 @@ class NodeMachine(RuleBasedStateMachine):
         space=which,
         prompt=prompts,
         reach=st.tuples(st.integers(0, 2), chunk_counts),
-        wait_s=st.sampled_from([0.0, 0.05, 1.0]),
+        wait_s=st.sampled_from([1.0, 1.0, 0.05, 0.0]),
         cap_s=st.sampled_from([0.0, 0.5]),
         per_token_s=st.sampled_from([0.0, 1e-4, 1.0]),
     )
@@ -84,13 +84,22 @@ class NodeMachine(RuleBasedStateMachine):
             who, space_of(space), chunks, first=reach[0], wait_s=wait_s, cap_s=cap_s, per_token_s=per_token_s
         )
 
-    @rule(who=which, space=which, prompt=prompts, chunks=chunk_counts, stages=st.integers(1, 5))
-    def request(self, who: int, space: int, prompt: int, chunks: int, stages: int) -> None:
-        """A request as it should go, but for its last stages."""
+    @rule(
+        who=which,
+        space=which,
+        prompt=prompts,
+        chunks=chunk_counts,
+        stages=st.integers(1, 5),
+        odd=st.sampled_from([None, None, None, None, None, *failures]),
+    )
+    def request(
+        self, who: int, space: int, prompt: int, chunks: int, stages: int, odd: Outcome | None
+    ) -> None:
+        """A request as it should go, but for its last stages, and sometimes the first part of it."""
         model, wanted = self.model, space_of(space)
         probe = model.ask(who, wanted, PROMPTS[prompt][:chunks])
         if probe is not None and model.tier is not None:
-            model.tier.answer(probe, None, 0)
+            model.tier.answer(probe, odd, 0)
         before = set(model.loads)
         model.check()
         for begun in [begun for load_id, begun in model.loads.items() if load_id not in before]:

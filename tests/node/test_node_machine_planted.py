@@ -13,15 +13,15 @@ from kvferry.identity.names import PartKey
 from kvferry.node import lookups, saves
 from kvferry.node.fetches import FetchTable
 from kvferry.node.loading import Loads
+from kvferry.node.loads import LeftOver, Load
 from kvferry.node.lookups import Lookups
 from kvferry.node.saves import Saves
 from kvferry.node.state import FETCHER, WRITER
 from kvferry.node.wire import Reason
 from kvferry.pool.catalogue import Catalogue
-from kvferry.pool.policy import RecencyQueue
 from kvferry.tiers.contract import Outcome
 
-MAX_EXAMPLES = 500
+MAX_EXAMPLES = 3000  # some are rare; the search ends with the first
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -75,25 +75,20 @@ def free_a_slot_when_its_reservation_expires(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Catalogue, "retire", generous)
 
 
-def evict_what_is_pinned(patch: pytest.MonkeyPatch) -> None:
-    """The pool's order of eviction does not look at pins."""
-
-    def blind(self: RecencyQueue) -> Any:
-        return next(iter(self._linked), None)
-
-    patch.setattr(RecencyQueue, "coldest", blind)
-
-
-def forget_the_pins_of_an_owner(patch: pytest.MonkeyPatch) -> None:
-    """What a load holds when it ends stays pinned for ever."""
-    release = Catalogue.release_owner
+def forget_what_a_load_holds_when_it_ends(patch: pytest.MonkeyPatch) -> None:
+    """Neither the load nor its owner gives its pins back."""
+    release, finish = Catalogue.release_owner, Load.finish
 
     def forgetful(self: Catalogue, owner: int) -> None:
         holdings = self._owners.get(owner)
         if holdings is None or not holdings.pins:
             release(self, owner)
 
+    def hasty(self: Load, reason: Reason) -> LeftOver:
+        return LeftOver((), finish(self, reason).fetching)
+
     patch.setattr(Catalogue, "release_owner", forgetful)
+    patch.setattr(Load, "finish", hasty)
 
 
 def tell_nobody_where_a_load_ends(patch: pytest.MonkeyPatch) -> None:
@@ -145,8 +140,7 @@ PLANTED: tuple[Plant, ...] = (
     give_a_cancelled_fetchs_slot_away,
     forget_that_a_lost_engine_may_still_write,
     free_a_slot_when_its_reservation_expires,
-    evict_what_is_pinned,
-    forget_the_pins_of_an_owner,
+    forget_what_a_load_holds_when_it_ends,
     tell_nobody_where_a_load_ends,
     count_a_failure_as_a_miss,
     let_a_lookup_wait_for_the_tier,

@@ -14,7 +14,7 @@ from kvferry.pool.entries import Slot
 from kvferry.pool.policy import EvictionPolicy, RecencyQueue
 from kvferry.pool.slots import SlotAllocator
 
-MAX_EXAMPLES = 500
+MAX_EXAMPLES = 3000  # some are rare; the search ends with the first
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
