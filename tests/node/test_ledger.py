@@ -8,6 +8,7 @@ from tests.node.fleet import PART_BYTES, digests
 from tests.runs import runs
 
 from kvferry.identity.names import PartKey, PartRef
+from kvferry.identity.stripes import stripe_plan
 from kvferry.node.ledger import ChunkName, Ledger, stored_bytes
 from kvferry.node.quota import QuotaTier
 from kvferry.testing.memory_tier import MemoryStore
@@ -15,6 +16,7 @@ from kvferry.testing.tier_contract import TierContract, TierStore
 from kvferry.tiers.contract import Tier
 
 STORED_BYTES = stored_bytes(PART_BYTES)
+PLAIN_BYTES = 100_000  # one value; twice as much are several
 QUOTA = 20 * STORED_BYTES
 
 
@@ -23,7 +25,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.quota = 10 * stored_bytes(1000)
+        self.quota = 10 * stored_bytes(PLAIN_BYTES)
         self.ledger = Ledger(self.quota, max_chunks=6)
         self.store: dict[PartKey, int] = {}
         self.storing: list[PartRef] = []
@@ -35,7 +37,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(key=keys)
     def claim(self, key: PartKey) -> None:
-        ref = PartRef(key, 1000 * (1 + key.part))
+        ref = PartRef(key, PLAIN_BYTES * (1 + key.part))
         if self.ledger.claim(ref):
             self.storing.append(ref)
         for victim in self.ledger.make_room():
@@ -66,11 +68,14 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(key=keys)
     def evict(self, key: PartKey) -> None:
-        """By the server, and seen."""
+        """By the server, and seen: of a part of several values, one, so that the rest has to be removed."""
         if key not in self.leaving and all(ref.key != key for ref in self.storing):
-            mark = self.ledger.mark
-            self.store.pop(key, None)
-            self.ledger.missing(key, since=mark)
+            ref = PartRef(key, PLAIN_BYTES * (1 + key.part))
+            rests = self.ledger.missing([ref], since=self.ledger.mark)
+            if len(stripe_plan(ref.nbytes)) == 1:
+                assert not rests
+                self.store.pop(key, None)
+            self.leaving += [rest.key for rest in rests]
 
     @rule(keys=st.lists(keys, max_size=4))
     def use(self, keys: list[PartKey]) -> None:
@@ -100,9 +105,12 @@ def test_a_question_asked_before_a_part_was_stored_does_not_make_it_missing() ->
     mark = ledger.mark
     ledger.claim(ref)
     ledger.stored(ref.key)
-    ledger.missing(ref.key, since=mark)
+    assert ledger.missing([ref], since=mark) == []
     assert ledger.statistics().used_bytes == STORED_BYTES
-    ledger.missing(ref.key, since=ledger.mark)
+    assert ledger.missing([ref, ref], since=ledger.mark) == [ref]  # what is left of its values
+    assert ledger.is_leaving(ref.key)
+    ledger.left(ref.key, gone=True)
+    ledger.check()
     assert ledger.statistics().used_bytes == 0
 
 

@@ -5,12 +5,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.node.fleet import WAIT_S, Engine, at_rest, digests, eventually, settings
+from tests.node.fleet import NAMESPACE, WAIT_S, Engine, at_rest, digests, eventually, settings
 from tests.servers import Server, running_server
 
 from kvferry.client import scheduler
-from kvferry.client.messages import LoadEnd, Reason, Tier
+from kvferry.client.messages import LoadEnd, Reason
+from kvferry.client.messages import Tier as Place
+from kvferry.identity.names import PartKey
 from kvferry.node.node import Node
+from kvferry.node.quota import QuotaTier
+from kvferry.tiers.contract import Tier
+from kvferry.tiers.valkey.jobs import stripe_key
 from kvferry.tiers.valkey.tier import ValkeyTier
 
 
@@ -26,10 +31,10 @@ def server(shared_server: Server) -> Server:
     return shared_server
 
 
-def _host(path: Path, server: Server, stack: ExitStack) -> tuple[Node, Engine]:
+def _host(path: Path, server: Server, stack: ExitStack, *, tier: Tier | None = None) -> tuple[Node, Engine]:
     """A node with its engine, as one host has them."""
     path.mkdir(mode=0o700)
-    node = Node(settings(path), tier=ValkeyTier.connect(server.settings()))
+    node = Node(settings(path), tier=tier or ValkeyTier.connect(server.settings()))
     stack.callback(node.close)
     node.start()
     engine = Engine(node.settings.socket_path)
@@ -46,10 +51,10 @@ def test_what_one_host_computes_another_loads_through_valkey(
     assert engine.save(chunks) == 20
     eventually(lambda: here.statistics().counters.stored_parts == 20, "write-back")
     answer = other.lookup([*chunks, *digests(1, "question")])
-    assert (answer.count, answer.reason, answer.tiers) == (20, Reason.ABSENT, (Tier.VALKEY,) * 20)
+    assert (answer.count, answer.reason, answer.tiers) == (20, Reason.ABSENT, (Place.VALKEY,) * 20)
     assert other.load(answer, chunks) == [LoadEnd(Reason.COMPLETE, 20)]
     again = other.lookup(chunks, "again")
-    assert again.tiers == (Tier.MEMORY,) * 20
+    assert again.tiers == (Place.MEMORY,) * 20
     other.scheduler.end(again.load_id)
     at_rest(here)
     at_rest(there)
@@ -102,3 +107,23 @@ def test_a_write_back_outlives_a_short_outage(tmp_path: Path, stack: ExitStack) 
     server.resume()
     eventually(lambda: node.statistics().counters.stored_parts == 6, "stored after all")
     at_rest(node)
+
+
+def test_what_the_server_left_of_a_part_is_removed_and_no_longer_counts(
+    tmp_path: Path, server: Server, stack: ExitStack
+) -> None:
+    tier = QuotaTier(ValkeyTier.connect(server.settings()), quota_bytes=1 << 30)
+    stack.callback(tier.close)
+    node, engine = _host(tmp_path / "here", server, stack, tier=tier)
+    chunks = digests(3)
+    assert engine.save(chunks) == 3
+    eventually(lambda: node.statistics().counters.stored_parts == 3, "write-back")
+    for chunk in chunks:  # the server evicted the first value of each
+        assert server.ask("DEL", stripe_key(PartKey(NAMESPACE.namespace, chunk, 0), 0)) == 1
+    assert int(server.ask("DBSIZE")) > 0
+    node._loop.post(node._app.state.catalogue.drop)
+    eventually(lambda: node.statistics().catalogue.ready_parts == 0, "dropped")
+    answer = engine.lookup(chunks)
+    assert (answer.count, answer.reason) == (0, Reason.ABSENT)
+    eventually(lambda: server.ask("DBSIZE") == 0, "the rest of the parts gone")
+    eventually(lambda: tier.quota().used_bytes == 0, "nothing counted")

@@ -2,6 +2,7 @@
 
     claim ──► STORING ──stored──► HELD ──make_room──► LEAVING ──left──► (gone)
                  └──not stored──► (gone)  └──missing──► (gone)  └──stayed──► HELD, the coldest
+                                          └──missing in part──► LEAVING
 
 All three count as used, so that the quota holds while parts are on their way in or out. A part that comes
 again while it leaves is both, and counts twice; one that is stored twice at once counts once. What was there
@@ -150,11 +151,21 @@ class Ledger:
         else:
             self._hold(key, last=False)
 
-    def missing(self, key: PartKey, *, since: int) -> None:
-        """It was seen not to be there, by a question asked at the mark ``since``."""
-        chunk = self._chunks.get(ChunkName(key.namespace, key.chunk))
-        if chunk is not None and chunk.stamp <= since:
-            self._drop(key)
+    def missing(self, refs: Sequence[PartRef], *, since: int) -> list[PartRef]:
+        """They were seen not to be there as a whole, by a question asked at the mark ``since``.
+
+        HELD to absent; to LEAVING those of which some values may be left: they serve nobody, remove them.
+        """
+        remains: list[PartRef] = []
+        for ref in refs:
+            chunk = self._chunks.get(ChunkName(ref.key.namespace, ref.key.chunk))
+            if chunk is None or chunk.stamp > since or not self._holds(ref.key):
+                continue
+            if len(stripe_plan(ref.nbytes)) > 1:
+                remains.append(self._leave(ref.key))
+            else:
+                self._drop(ref.key)
+        return remains
 
     def touch(self, names: Sequence[ChunkName]) -> None:
         """These were used: the first becomes the most recent, so that of a prefix the tail leaves first."""

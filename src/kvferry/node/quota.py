@@ -13,7 +13,7 @@ from kvferry.identity.names import PartRef
 from kvferry.node.ledger import ChunkName, Ledger, LedgerStatistics
 from kvferry.tiers.contract import FetchItem, FetchResult, Outcome, StoreItem, Tier, TierStatistics, Transfer
 
-_ABSENT = (Outcome.MISS, Outcome.CORRUPT)  # a tier removes what is corrupt
+_ABSENT = (Outcome.MISS, Outcome.CORRUPT)  # a tier removes the value that is corrupt
 
 
 class _Store:
@@ -55,9 +55,7 @@ class QuotaTier:
         def seen(outcomes: Sequence[Outcome]) -> None:
             with self._lock:
                 self._ledger.touch(_names(refs))
-                for ref, outcome in zip(refs, outcomes, strict=True):
-                    if outcome in _ABSENT:
-                        self._ledger.missing(ref.key, since=mark)
+            self._missing([ref for ref, o in zip(refs, outcomes, strict=True) if o in _ABSENT], since=mark)
             done(outcomes)
 
         self._tier.probe(refs, deadline=deadline, done=seen)
@@ -71,8 +69,7 @@ class QuotaTier:
 
         def fetched(index: int, result: FetchResult) -> None:
             if result.outcome in _ABSENT:
-                with self._lock:
-                    self._ledger.missing(items[index].ref.key, since=mark)
+                self._missing([items[index].ref], since=mark)
             done(index, result)
 
         return self._tier.fetch(items, deadline=deadline, done=fetched)
@@ -135,6 +132,13 @@ class QuotaTier:
             waiting, self._waiting = self._waiting, deque()
         for store in waiting:
             self._end(store, Outcome.LATE)
+
+    def _missing(self, refs: Sequence[PartRef], *, since: int) -> None:
+        """A server evicts values, not parts: what it left of one would stay there uncounted."""
+        with self._lock:
+            remains = self._ledger.missing(refs, since=since)
+        if remains:
+            self._tier.remove(remains, done=partial(self._removed, remains))
 
     def _start(self) -> None:
         """Begin the stores that there is room for, in order."""
