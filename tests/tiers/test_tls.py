@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -16,8 +17,10 @@ from tests.tiers.admission import OPTIONS, PASSWORD, Refused, round_trip, works
 from tests.tiers.authority import Authority, Issued
 
 from kvferry.tiers.valkey.settings import ValkeySettings
+from kvferry.tiers.valkey.stream import UnreachableError, dial
 from kvferry.tiers.valkey.tier import ValkeyTier
-from kvferry.tiers.valkey.url import parse_url
+from kvferry.tiers.valkey.tls import Tls
+from kvferry.tiers.valkey.url import Address, TlsFiles, parse_url
 
 needs_redis = pytest.mark.skipif(
     redis_binary() is None, reason="no redis-server here: ./test names the missing check and fails in CI"
@@ -220,6 +223,32 @@ def test_a_server_without_tls_never_sees_the_password(refused: Refused) -> None:
     assert "does not speak TLS" in line
     assert heard[:2] == b"\x16\x03"  # a TLS handshake, and nothing else
     assert PASSWORD.encode() not in heard
+
+
+@pytest.mark.parametrize("rude", [False, True])
+def test_a_server_that_goes_while_it_shakes_hands_is_down_and_not_misconfigured(
+    tmp_path: Path, rude: bool
+) -> None:
+    """One that is being restarted, or a balancer in front of none: the next attempt may succeed."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def listen() -> None:
+        client, _ = listener.accept()
+        with client:
+            client.recv(1 << 16)
+            if rude:  # a reset instead of an end
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    address = Address("127.0.0.1", listener.getsockname()[1])
+    tls = Tls(TlsFiles(ca=str(Authority(tmp_path).ca)))
+    try:
+        with pytest.raises(UnreachableError, match="is that a TLS port"):
+            dial(address, tls=tls, timeout_s=60.0, stall_s=60.0)
+    finally:
+        thread.join()
+        listener.close()
 
 
 def test_a_server_that_repeats_what_it_hears_does_not_put_the_password_into_a_message(

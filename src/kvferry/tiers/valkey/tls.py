@@ -13,6 +13,7 @@ import threading
 from typing import NoReturn
 
 from kvferry.errors import MisconfiguredError
+from kvferry.identity.regular import open_regular
 from kvferry.tiers.valkey.url import Address, TlsFiles
 
 _log = logging.getLogger(__name__)
@@ -37,13 +38,7 @@ _CLIENT_REFUSED = {
     "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": "refuses the one given",
     "TLSV1_ALERT_ACCESS_DENIED": "refuses the one given",
 }
-_NOT_TLS = (
-    "WRONG_VERSION_NUMBER",
-    "RECORD_LAYER_FAILURE",
-    "PACKET_LENGTH_TOO_LONG",
-    "HTTP_REQUEST",
-    "UNEXPECTED_EOF_WHILE_READING",
-)
+_NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "HTTP_REQUEST")
 _TOO_OLD = ("TLSV1_ALERT_PROTOCOL_VERSION", "UNSUPPORTED_PROTOCOL", "NO_PROTOCOLS_AVAILABLE")
 
 Signature = tuple[tuple[int, int, int], ...]
@@ -176,7 +171,7 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
 
 def _readable(parameter: str, name: str) -> None:
     try:
-        with open(name, "rb") as file:
+        with open_regular(name) as file:
             mode = os.fstat(file.fileno()).st_mode
             file.read(1)
     except OSError as error:
