@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kvferry.errors import MisconfiguredError
+from kvferry.identity.regular import open_regular
 from kvferry.identity.sealing import KeyRing
 from kvferry.secret import NO_LINE, Secret, parse_secret, read_secret
 from kvferry.tiers.valkey.url import ValkeyUrl, parse_url
@@ -87,7 +88,9 @@ def parse_size(text: str | int) -> int:
     """Bytes from ``4GiB``, ``512MiB``, ``1.5G`` (decimal without the i) or a plain number."""
     if isinstance(text, int) and not isinstance(text, bool):
         if not 0 <= text <= MAX_SIZE_BYTES:
-            raise MisconfiguredError("a size is negative or has too many digits; write it like 4GiB or 512MiB")
+            raise MisconfiguredError(
+                "a size is negative or has too many digits; write it like 4GiB or 512MiB"
+            )
         return text
     match = _SIZE.fullmatch(str(text).strip())
     if match is None:
@@ -298,7 +301,7 @@ def _environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]]:
 def _file(path: Path) -> dict[str, object]:
     known = {setting.name for setting in NODE_SETTINGS if not setting.environment_only}
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             content = file.read(MAX_CONFIGURATION_BYTES + 1)
         if len(content) > MAX_CONFIGURATION_BYTES:
             raise MisconfiguredError(f"{path} is longer than {format_size(MAX_CONFIGURATION_BYTES)}")
@@ -313,8 +316,9 @@ def _file(path: Path) -> dict[str, object]:
         if name not in known:
             _unknown(f"setting in {path}", name, known)
         if isinstance(value, bool) or not isinstance(value, str | int):
-            shown = f"a {type(value).__name__}" if name == "valkey" else repr(value)
-            raise MisconfiguredError(f"{name} in {path}: {shown} is neither a text nor a whole number")
+            raise MisconfiguredError(  # the value itself may hold a password
+                f"{name} in {path}: a {type(value).__name__} is neither a text nor a whole number"
+            )
     return table
 
 

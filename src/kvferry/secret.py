@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 
 from kvferry.errors import MisconfiguredError
+from kvferry.identity.regular import open_regular
 
 MAX_SECRET_BYTES = 4096
 NO_LINE = re.compile(r"[\r\n\0\ud800-\udfff]")
@@ -51,7 +52,7 @@ def read_secret(path: Path) -> Secret:
     Raises MisconfiguredError without showing any of it.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             mode = os.fstat(file.fileno()).st_mode
             text = file.read(MAX_SECRET_BYTES + 1).decode()
     except OSError as error:

@@ -1,6 +1,8 @@
 """Flags, environment and file map to the same fields; mistakes are named with a way out."""
 
 import grp
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,10 @@ from kvferry.config import (
 )
 from kvferry.engines.vllm.settings import parse_settings
 from kvferry.errors import MisconfiguredError
+from kvferry.identity.domain import DomainKey
 from kvferry.secret import Secret
+from kvferry.tiers.valkey.tls import Tls
+from kvferry.tiers.valkey.url import TlsFiles
 from kvferry.values import parse_group
 
 
@@ -97,7 +102,7 @@ def test_bad_input_is_named_with_its_value_and_a_hint(
     ("text", "message"),
     [
         ("pol = 1", "unknown setting in {}: pol; did you mean pool?"),
-        ("pool = true", "pool in {}: True is neither a text nor a whole number"),
+        ("pool = true", "pool in {}: a bool is neither a text nor a whole number"),
         ("pool = ", "{} is not valid TOML"),
         (
             'valkey_password = "x"',
@@ -111,6 +116,46 @@ def test_a_mistake_in_the_file_names_the_file(tmp_path: Path, text: str, message
     with pytest.raises(MisconfiguredError) as caught:
         load_node_settings(environ={}, config_path=file)
     assert message.format(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "setting", [setting.name for setting in NODE_SETTINGS if not setting.environment_only]
+)
+def test_a_value_of_the_wrong_kind_is_not_shown(tmp_path: Path, setting: str) -> None:
+    file = tmp_path / "node.toml"
+    for value in ('["hunter2"]', '{ password = "hunter2" }'):
+        file.write_text(f"{setting} = {value}")
+        with pytest.raises(MisconfiguredError) as caught:
+            load_node_settings(environ={}, config_path=file)
+        assert setting in str(caught.value)
+        assert "hunter2" not in str(caught.value)
+
+
+def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe, 0o600)
+    pair = tmp_path / "pair.pem"
+    pair.write_text("-----BEGIN")
+    pair.chmod(0o600)
+    file = str(pipe)
+    valkey = "valkey://127.0.0.1"
+    calls: list[Callable[[], object]] = [
+        lambda: load_node_settings(environ={}, config_path=file),
+        lambda: load_node_settings(environ={"KVFERRY_CONFIG": file}),
+        lambda: load_node_settings({"token_file": file}, environ={}),
+        lambda: load_node_settings({"valkey": valkey, "valkey_password_file": file}, environ={}),
+        lambda: load_node_settings({"valkey": valkey, "encryption_key_file": file}, environ={}),
+        lambda: client_token(environ={"KVFERRY_TOKEN_FILE": file}),
+        lambda: DomainKey.from_file(pipe),
+        lambda: Tls(TlsFiles(file, None, None)),
+        lambda: Tls(TlsFiles(None, file, str(pair))),
+        lambda: Tls(TlsFiles(None, str(pair), file)),
+    ]
+    for call in calls:
+        with pytest.raises(MisconfiguredError, match="not a regular file") as caught:
+            call()
+        assert file in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_secrets_come_from_a_file_or_the_environment_and_are_never_shown(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def test_a_password_from_elsewhere_wins_and_none_is_ever_shown() -> None:
         ("valkey://h?ca=/a", "valkeys://"),
         ("valkeys://h?cert=/c", "key="),
         ("valkeys://h?caa=/c", "'caa'"),
+        ("valkeys://h?ca=/a&ca=/b", "twice"),
         ("unix://run/v", "'run/v'"),
         ("valkey://u:secret@h:x", "'x'"),
         ("valkey://u:a?secret@h", "%3F"),

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from kvferry.errors import MisconfiguredError
 from kvferry.identity.names import DIGEST_BYTES, DOMAIN_TAG_BYTES
+from kvferry.identity.regular import open_regular
 
 KEY_BYTES = 32
 KEY_ID_BYTES = 8
@@ -57,7 +58,7 @@ class DomainKey:
     def from_file(cls, path: Path | str) -> "DomainKey":
         """A key file: 32 raw bytes or 64 hexadecimal digits; others must not be able to read or change it."""
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 mode = os.fstat(file.fileno()).st_mode
                 content = file.read(4096)
         except OSError as error:

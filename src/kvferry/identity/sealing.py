@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from kvferry.errors import CorruptError, MisconfiguredError
 from kvferry.identity.header import KEY_ID_BYTES, SealedHeader
+from kvferry.identity.regular import open_regular
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers import AEADDecryptionContext, AEADEncryptionContext
@@ -112,7 +113,7 @@ class KeyRing:
         Others may neither read nor change it. Raises MisconfiguredError, one line without any digit of a key.
         """
         try:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 mode = os.fstat(file.fileno()).st_mode
                 content = file.read(MAX_FILE_BYTES + 1)
         except OSError as error:

@@ -184,6 +184,8 @@ def _tls(query: str, *, wanted: bool) -> TlsFiles | None:
             raise MisconfiguredError(
                 f"Valkey URL: unknown parameter {name!r}: known are {', '.join(_PARAMETERS)}"
             )
+        if name in values:
+            raise MisconfiguredError(f"Valkey URL: {name}= is given twice: give one")
         values[name] = value
     if values and not wanted:
         raise MisconfiguredError(f"Valkey URL: {next(iter(values))}= needs TLS: use the scheme valkeys://")
