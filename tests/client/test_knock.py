@@ -11,6 +11,7 @@ import pytest
 from tests.node.fleet import SLOW_PREFILL, WAIT_S, Engine, NodeProcess, digests, eventually
 
 from kvferry.client import connection
+from kvferry.client.admin import AdminClient
 from kvferry.client.breaker import PATIENCE_S, Breaker
 from kvferry.client.messages import LoadEnd, LookupAnswer, LookupRequest, Reason, ReserveOutcome
 from kvferry.demo.nodeview import NodeView
@@ -145,6 +146,25 @@ def test_a_node_that_listens_and_is_silent_costs_one_lookup_its_bound_and_later_
     eventually(lambda: engine.scheduler._connection.breaker.is_open, "the silence is noticed")
     for number in range(5):
         assert _first_poll(engine, f"later{number}") is Reason.BREAKER
+
+
+def test_a_reservation_that_was_given_up_before_it_was_sent_is_never_sent(
+    be_patient: Patience, tmp_path: Path, stack: ExitStack, node_process: NodeStarter
+) -> None:
+    process = node_process()
+    eventually(NodeView(tmp_path / "node.sock").answers, "the node listens")
+    process.signal(signal.SIGSTOP)
+    be_patient()
+    engine = Engine(tmp_path / "node.sock")
+    stack.callback(engine.close)
+    worker = engine.worker
+    eventually(lambda: worker._connection._greeting, "a handshake under way")
+    assert worker.reserve([], digests(1), part=0, timeout_s=0.01)[0].outcome is ReserveOutcome.FULL
+    process.signal(signal.SIGCONT)
+    engine.connected()
+    assert worker.reserve([], digests(1), part=0, timeout_s=WAIT_S)[0].outcome is ReserveOutcome.RESERVED
+    with AdminClient(tmp_path / "node.sock", timeout_s=WAIT_S) as admin:
+        assert admin.status()["counters"]["reserved_parts"] == 1
 
 
 def test_a_connection_given_up_leaves_the_breaker_open_until_the_node_answers(

@@ -345,6 +345,8 @@ class WorkerClient:
                 if left <= 0:
                     self._reserve_timeouts += 1
                     call.late = True
+                    if call.unsent is not None:
+                        del self._calls[ticket]
                     self._connection.silent()
                     while len(self._calls) > MAX_LATE:
                         self._calls.popitem(last=False)
