@@ -126,6 +126,24 @@ def test_a_thread_that_is_slow_to_finish_its_handshake_keeps_no_call_waiting(
     assert _first_poll(engine, "r") is Reason.NODE_DOWN
 
 
+def test_a_ticket_says_that_the_node_lives_whatever_the_worker_took_it_for(
+    restarted: Engine, tmp_path: Path, stack: ExitStack
+) -> None:
+    chunks = digests(2)
+    other = Engine(tmp_path / "node.sock", name="other")
+    stack.callback(other.close)
+    other.connected().save(chunks)
+    answers: list[LookupAnswer] = []
+
+    def found() -> bool:
+        answers.append(restarted.lookup(chunks, f"r{len(answers)}"))
+        return answers[-1].count == 2
+
+    eventually(found, "what the other engine stored")
+    restarted.worker._connection.silent()
+    assert restarted.load(answers[-1], chunks) == [LoadEnd(Reason.COMPLETE, 2)]
+
+
 @pytest.fixture
 def mute(tmp_path: Path) -> Iterator[Path]:
     """A socket that takes connections and says nothing, as of a node that is stopped."""

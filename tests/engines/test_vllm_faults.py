@@ -99,13 +99,13 @@ def test_a_part_that_breaks_before_a_load_costs_the_load_alone(rig: Rig, name: s
     fault = FAULTS[name]
     try:
         asked, found = rig.ask_before(fault)
-        assert found.tokens == rig.reference(asked, found.loaded_chunks)
+        assert rig.right(asked, found)
         assert found.failures
         assert found.failures.keys() <= fault.before
         assert found.misses == 0
     finally:
         fault.mends(rig)
-    rig.until_reused(asked, rig.reference(asked, CHUNKS))
+    rig.until_reused(asked)
     rig.at_rest()
 
 
@@ -116,13 +116,13 @@ def test_a_part_that_breaks_during_a_load_costs_the_rest_of_the_load(rig: Rig, n
         asked, found = rig.ask_during(fault)
         assert found.loaded_chunks < CHUNKS
         assert rig.shared_blocks() >= found.loaded_chunks
-        assert found.tokens == rig.reference(asked, found.loaded_chunks)
+        assert rig.right(asked, found)
         assert found.failures
         assert found.failures.keys() <= fault.during
         assert found.misses == 0
     finally:
         fault.mends(rig)
-    rig.until_reused(asked, rig.reference(asked, CHUNKS))
+    rig.until_reused(asked)
     rig.at_rest()
     assert rig.shared_blocks() >= CHUNKS
 
@@ -137,13 +137,13 @@ RESTART = Fault(_restart_node, lambda rig: None, during=frozenset({"node-down", 
 def test_the_first_request_after_a_restart_is_served_by_the_new_node(rig: Rig) -> None:
     asked, found = rig.ask_before(RESTART)
     assert (found.loaded_chunks, found.failures, found.misses) == (CHUNKS, {}, 0)
-    assert found.tokens == rig.reference(asked, CHUNKS)
+    assert rig.right(asked, found)
 
 
 def test_the_first_prompt_after_a_restart_is_stored_in_the_new_node(rig: Rig) -> None:
     rig.node.restart()
     asked = rig.stored()
-    rig.until_reused(asked, rig.reference(asked, CHUNKS))
+    rig.until_reused(asked)
 
 
 def test_what_an_engine_still_has_itself_is_stored_again_in_a_restarted_node(rig: Rig) -> None:
@@ -156,11 +156,11 @@ def test_what_an_engine_still_has_itself_is_stored_again_in_a_restarted_node(rig
 
 def test_a_node_restarted_during_a_load_costs_the_rest_of_the_load(rig: Rig) -> None:
     asked, found = rig.ask_during(RESTART)
-    assert found.tokens == rig.reference(asked, found.loaded_chunks)
+    assert rig.right(asked, found)
     assert found.failures
     assert found.failures.keys() <= RESTART.during
     assert found.misses == 0
-    rig.until_reused(asked, rig.reference(asked, CHUNKS))
+    rig.until_reused(asked)
     rig.at_rest()
 
 
@@ -181,14 +181,14 @@ def test_a_valkey_that_is_full_takes_nothing_and_loads_go_on(rig: Rig, during: b
     try:
         asked, found = rig.ask_during(FULL) if during else rig.ask_before(FULL)
         assert (found.loaded_chunks, found.failures, found.misses) == (CHUNKS, {}, 0)
-        assert found.tokens == rig.reference(asked, CHUNKS)
+        assert rig.right(asked, found)
         refused = sum(rig.view.status()["counters"]["store_failed"].values())
         assert refused >= CHUNKS  # what the reference computed
         assert rig.tier_state() == "up"
     finally:
         _make_room(rig)
     again = rig.stored()
-    rig.until_reused(again, rig.reference(again, CHUNKS))
+    rig.until_reused(again)
 
 
 def test_an_engine_killed_during_a_load_gives_back_all_it_held(rig: Rig) -> None:
@@ -200,7 +200,7 @@ def test_an_engine_killed_during_a_load_gives_back_all_it_held(rig: Rig) -> None
     _only_a_is_left(rig)
     rig.b.close()
     rig.b = rig.engine("c", "1").ready()
-    rig.until_reused(asked, rig.reference(asked, CHUNKS))
+    rig.until_reused(asked)
     rig.b.kill()
     _only_a_is_left(rig)
 

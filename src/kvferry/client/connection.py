@@ -154,6 +154,11 @@ class NodeConnection:
             self._signal()  # a long wait before the next attempt is cut short in any case
             return coming and not self.breaker.is_open
 
+    def vouched(self) -> None:
+        """Another connection has an answer of the node: earlier silence on this one counts no more."""
+        with self.lock:
+            self.breaker.heard()
+
     def suspect(self) -> None:
         """Something that the node should have sent did not come: ask whether it lives, wait for nothing."""
         if os.getpid() != self._pid:

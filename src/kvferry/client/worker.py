@@ -163,7 +163,7 @@ class WorkerClient:
                 self._stop(stream, Reason.REFUSED)
             elif up:
                 self._join(stream)
-            elif self._connection.knock():
+            elif self._knock_with_ticket():
                 self._streams[ticket.load_id, ticket.part] = stream
             else:
                 self._stop(stream, Reason.NODE_DOWN)
@@ -303,6 +303,11 @@ class WorkerClient:
         self._calls.clear()
         self._granted.clear()
         self._changed.notify_all()
+
+    def _knock_with_ticket(self) -> bool:
+        """A ticket is the node's answer to the scheduler side: it lives, whatever this side took it for."""
+        self._connection.vouched()
+        return self._connection.knock()
 
     def _join(self, stream: LoadStream) -> None:
         """Receive from the node that is connected, if it is the ticket's."""
