@@ -23,6 +23,7 @@ from tests.node.fleet import (
 from kvferry.client.messages import LoadEnd, Reason, ReserveOutcome
 from kvferry.identity.names import PartKey
 from kvferry.node import lookups
+from kvferry.node.estimate import Estimator
 from kvferry.node.ledger import stored_bytes
 from kvferry.node.node import Node
 from kvferry.node.pins import SHARE_DIVISOR
@@ -337,3 +338,18 @@ def test_loads_beyond_the_nodes_bound_are_refused_as_such(
     for answer in answers:
         engine.scheduler.end(answer.load_id)
     at_rest(node)
+
+
+def test_what_a_defect_leaves_pinned_is_given_back_with_its_connection(
+    node: Node, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = digests(5)
+    engine.save(chunks)
+    at_rest(node)
+    monkeypatch.setattr(Estimator, "decide", lambda *_: 1 / 0)
+    assert engine.lookup(chunks).reason is Reason.NODE_DOWN
+    monkeypatch.undo()
+    engine.connected()
+    assert node.statistics().catalogue.pins == 0
+    node.check()
+    assert engine.lookup(chunks, "again").count == 5

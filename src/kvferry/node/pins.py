@@ -19,9 +19,10 @@ SHARE_DIVISOR = 2  # one connection may hold this fraction of the pool
 
 @dataclass(slots=True)
 class _Account:
-    """nbytes: of the parts in ``holders``, which counts the owners that hold each."""
+    """nbytes: of the parts in ``holders``, which counts those of ``owners`` that hold each."""
 
     nbytes: int = 0
+    owners: set[Owner] = field(default_factory=set[Owner])
     holders: dict[PartKey, int] = field(default_factory=dict[PartKey, int])
 
 
@@ -42,12 +43,17 @@ class Pins:
 
     def open(self, owner: Owner, connection: Hashable) -> None:
         """A new owner, whose parts count as the connection's until ``release``."""
-        account = self._accounts.setdefault(connection, _Account())
+        account = self._accounts.get(connection)
+        if account is None:
+            account = self._accounts[connection] = _Account()
+        account.owners.add(owner)
         self._owners[owner] = _Owned(account)
 
     def close(self, connection: Hashable) -> None:
-        """The connection is gone; owners that it leaves are still to be released."""
-        self._accounts.pop(connection, None)
+        """The connection is gone, its loads and lookups are over: what a defect left of them is released."""
+        account = self._accounts.pop(connection, None)
+        for owner in [] if account is None else list(account.owners):
+            self.release(owner)
 
     def held_bytes(self, connection: Hashable) -> int:
         """What the connection's owners hold now."""
@@ -119,6 +125,7 @@ class Pins:
         owned = self._owners.pop(owner, None)
         if owned is None:
             return
+        owned.account.owners.discard(owner)
         for key, nbytes in owned.parts.items():
             _drop(owned.account, key, nbytes)
 
