@@ -105,6 +105,17 @@ def test_where_nobody_listens_a_call_is_answered_at_once(
     stream.close()
 
 
+@pytest.mark.parametrize("path", ["/tmp/a\0b", "/tmp/\ud800", "/tmp/" + "x" * 200])
+def test_a_path_that_no_socket_can_have_costs_the_engine_its_cache_and_nothing_else(
+    path: str, stack: ExitStack
+) -> None:
+    engine = Engine(Path(path))
+    stack.callback(engine.close)
+    eventually(lambda: engine.worker.last_error, "an attempt failed")
+    assert _first_poll(engine, "r") is Reason.NODE_DOWN
+    assert engine.worker.reserve([], digests(1), part=0, timeout_s=WAIT_S)[0].outcome is ReserveOutcome.FULL
+
+
 def test_a_thread_that_is_slow_to_finish_its_handshake_keeps_no_call_waiting(
     tmp_path: Path, stack: ExitStack, node_process: NodeStarter, monkeypatch: pytest.MonkeyPatch
 ) -> None:

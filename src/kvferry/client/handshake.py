@@ -58,10 +58,11 @@ def open_socket(path: Path, timeout_s: float, *, group: int | None = None) -> so
             f"not allowed to connect to {path}: run as the node's user, or give node and engines one --group "
             "that this user is a member of"
         ) from error
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: no path at all
         sock.close()
+        why = getattr(error, "strerror", None) or error
         raise ClosedError(
-            f"no node answers at {path} ({error.strerror or error}): start one with kvferry node, or "
+            f"no node answers at {path} ({why}): start one with kvferry node, or "
             "name its socket with --socket or KVFERRY_SOCKET"
         ) from error
     access = Access(group, root=True)
