@@ -95,8 +95,11 @@ class Router(threading.Thread):
             self._watch()
 
     def redirect(self, job: Job, error: ServerError) -> None:
-        """Follow a MOVED (remembered) or ASK (once) reply."""
-        target = parse_redirect(error, asked=self._by_slot[job.slot].address)
+        """Follow a MOVED (remembered) or ASK (once) reply.
+
+        A single server has no business to send us elsewhere, and nothing would ever lead back from there.
+        """
+        target = parse_redirect(error, asked=self._by_slot[job.slot].address) if self._clustered else None
         shard = self._shard(target) if target is not None else None
         if shard is None:
             job.end(Verdict.FAILED, Cause.REDIRECTS)

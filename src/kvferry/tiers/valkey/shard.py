@@ -16,6 +16,7 @@ from kvferry.tiers.valkey.url import Address
 DENIAL_SHOWN_S = 60.0
 MAX_DENIALS_LOGGED = 16
 MAX_DENIAL_CHARACTERS = 500
+OUTAGE_LOGGED_EVERY_S = 60.0  # one that comes and goes does not fill the log
 _log = logging.getLogger(__name__)
 
 
@@ -34,6 +35,8 @@ class Shard:
         self._denial = ""
         self._denied_at = 0.0
         self._denials_logged: set[str] = set()
+        self._outage_logged_at: float | None = None
+        self._outage_told = False
         self.heard_at = self._checked_at = time.monotonic()
         self._suspected_at: float | None = None
         self._lock = threading.Lock()
@@ -114,6 +117,7 @@ class Shard:
                 self._suspected_at = time.monotonic()
         if opened:
             self._refuse_queued()
+            self._tell_outage(message)
         self.routes.attention()
 
     def succeeded(self) -> None:
@@ -122,10 +126,27 @@ class Shard:
         with self._lock:
             self._breaker.succeeded()
             self._suspected_at = None
+            told, self._outage_told = self._outage_told, False
+        if told:
+            _log.info("Valkey at %s answers again", self.address)
+
+    def _tell_outage(self, message: str) -> None:
+        now = time.monotonic()
+        with self._lock:
+            last = self._outage_logged_at
+            if last is not None and now < last + OUTAGE_LOGGED_EVERY_S:
+                return
+            self._outage_logged_at, self._outage_told = now, True
+        message = self._nameless(_shown(message))
+        _log.warning("Valkey at %s is left out until it answers again: %s", self.address, message)
+
+    def _nameless(self, message: str) -> str:
+        """For a line that names the server already."""
+        return message.removeprefix(f"{self.address}: ")
 
     def denied(self, message: str) -> None:
         """The server will not have us, or not this command or key: logged once, in the status for a while."""
-        message = "".join(c if c.isprintable() else "?" for c in message[:MAX_DENIAL_CHARACTERS])
+        message = _shown(message)
         self.last_error = message
         with self._lock:
             self._denial, self._denied_at = message, time.monotonic()
@@ -133,7 +154,7 @@ class Shard:
             if new:
                 self._denials_logged.add(message)
         if new:
-            _log.warning("Valkey at %s refuses: %s", self.address, message)
+            _log.warning("Valkey at %s refuses: %s", self.address, self._nameless(message))
 
     @property
     def denial(self) -> str:
@@ -199,3 +220,8 @@ class Shard:
         for lane in tuple(self._started):
             for mover in self._movers[lane]:
                 mover.join()
+
+
+def _shown(message: str) -> str:
+    """What a server said, fit for one line of a log."""
+    return "".join(c if c.isprintable() else "?" for c in message[:MAX_DENIAL_CHARACTERS])
