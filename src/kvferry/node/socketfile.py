@@ -5,16 +5,20 @@ belong to that group, so that its members can connect, and still nobody but the 
 socket there.
 """
 
+import errno
 import fcntl
 import os
 import socket
 import stat
+import time
 from pathlib import Path
 
 from kvferry.errors import MisconfiguredError
 
 MAX_SOCKET_PATH_BYTES = 107
 BACKLOG = 64
+DYING_S = 2.0  # a killed process may lose its lock a moment before its socket
+DYING_PAUSE_S = 0.02
 
 
 def lock(path: Path, *, group: int | None) -> int:
@@ -49,11 +53,13 @@ def lock(path: Path, *, group: int | None) -> int:
 def listen(path: Path, *, group: int | None) -> socket.socket:
     """A listening socket. The lock is held, so a socket file that is there is a dead node's.
 
-    Raises MisconfiguredError.
+    Unless it is another program's, or somebody removed a living node's lock file: one that somebody listens
+    at is never taken. Raises MisconfiguredError.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
     try:
         if path.is_socket():
+            _must_be_dead(path)
             path.unlink()
         before = os.umask(0o177)
         try:
@@ -72,6 +78,23 @@ def listen(path: Path, *, group: int | None) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def _must_be_dead(path: Path) -> None:
+    give_up = time.monotonic() + DYING_S
+    while _somebody_listens(path):
+        if time.monotonic() >= give_up:
+            raise MisconfiguredError(
+                f"somebody listens at {path} already; stop it, or choose another --socket"
+            )
+        time.sleep(DYING_PAUSE_S)
+
+
+def _somebody_listens(path: Path) -> bool:
+    with socket.socket(
+        socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
+    ) as asking:
+        return asking.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT)
 
 
 def _own_directory(path: Path, *, group: int | None) -> None:
