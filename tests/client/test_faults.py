@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -292,6 +293,36 @@ def test_a_forked_child_does_not_use_its_parents_connection(node: Node, engine: 
     assert os.read(reader, 100) == b"node-down"
     os.close(reader)
     assert engine.lookup(chunks).reason is Reason.ABSENT
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_child_forked_while_other_threads_hold_the_locks_is_answered(engine: Engine) -> None:
+    done = threading.Event()
+
+    def hold() -> None:
+        while not done.is_set():
+            for lock in (engine.scheduler._connection.lock, engine.worker._connection.lock):
+                with lock:
+                    time.sleep(0.001)  # as a thread that is not given the processor just then
+
+    holders = [threading.Thread(target=hold) for _ in range(3)]
+    for holder in holders:
+        holder.start()
+    try:
+        for _ in range(20):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)  # ends a child that hangs
+                engine.scheduler.statistics()
+                engine.worker.statistics()
+                _ask(engine, digests(1), "child")
+                slots = engine.worker.reserve([], digests(1), part=0, timeout_s=0.2)
+                os._exit(0 if slots[0].view is None else 1)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        done.set()
+        for holder in holders:
+            holder.join()
 
 
 def test_a_stream_that_stalls_ends_by_itself(node: Node, engine: Engine, tier: MemoryTier) -> None:

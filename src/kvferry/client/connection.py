@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvferry.client.breaker import Breaker
+from kvferry.client.forks import fork_safe_lock
 from kvferry.client.handshake import READ_BYTES, Handshake, Identity, open_socket
 from kvferry.errors import ClosedError, KvferryError, RefusedError, RetryError
 from kvferry.node.framing import FrameBuffer, decode_from_node, encode
@@ -68,7 +69,7 @@ class NodeConnection:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.lock = threading.RLock()
+        self.lock = fork_safe_lock()
         self.breaker = Breaker()
         self.connects = 0
         self.last_error = ""
