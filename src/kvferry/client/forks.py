@@ -1,4 +1,4 @@
-"""Locks that a fork's child finds free, around books that are whole: they are held for the moment of the fork."""
+"""Locks that a fork's child finds free, around books that are whole: they are held while a process forks."""
 
 import os
 import threading
