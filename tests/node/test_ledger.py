@@ -81,6 +81,14 @@ class LedgerMachine(RuleBasedStateMachine):
     def use(self, keys: list[PartKey]) -> None:
         self.ledger.touch([ChunkName(key.namespace, key.chunk) for key in keys])
 
+    @rule(keys=st.lists(keys, max_size=6))
+    def extend(self, keys: list[PartKey]) -> None:
+        self.ledger.extends([ChunkName(key.namespace, key.chunk) for key in keys])
+
+    @rule(keys=st.lists(keys, max_size=3))
+    def order(self, keys: list[PartKey]) -> None:
+        self.ledger.order([ChunkName(key.namespace, key.chunk) for key in keys])
+
     @invariant()
     def nothing_is_stored_that_does_not_count(self) -> None:
         self.ledger.check()
@@ -123,6 +131,32 @@ def test_of_a_prefix_the_tail_leaves_first_and_a_chunk_as_a_whole() -> None:
     ledger.touch([ChunkName(ref.key.namespace, ref.key.chunk) for ref in refs])
     assert ledger.claim(PartRef(PartKey(b"n" * 16, digests(3)[2], 0), 1000))
     assert ledger.make_room() == refs[2:]
+
+
+def test_of_a_prefix_larger_than_the_quota_the_head_is_kept_however_it_comes() -> None:
+    ledger = Ledger(4 * stored_bytes(1000))
+    others = [PartRef(PartKey(b"n" * 16, chunk, 0), 1000) for chunk in digests(2, "of another prefix")]
+    refs = [PartRef(PartKey(b"n" * 16, chunk, 0), 1000) for chunk in digests(9)]
+    names = [ChunkName(ref.key.namespace, ref.key.chunk) for ref in refs]
+    for ref in others:
+        assert ledger.claim(ref)
+        ledger.stored(ref.key)
+    for end in (3, 9):  # the first turn of a conversation, then the second
+        ledger.extends(names[:end])
+        for at in range(0, end, 2):  # in batches
+            batch = [ref for ref in refs[at : min(at + 2, end)] if not ledger.holds(ref.key)]
+            ledger.order([ChunkName(ref.key.namespace, ref.key.chunk) for ref in batch])
+            claimed = [ref for ref in batch if ledger.claim(ref)]
+            for victim in ledger.make_room():
+                assert victim in others
+                ledger.left(victim.key, gone=True)
+            for ref in claimed:
+                ledger.stored(ref.key)
+    assert [ledger.holds(ref.key) for ref in refs] == [True] * 4 + [False] * 5
+    ledger.order(names)
+    ledger.claim(others[0])
+    assert ledger.make_room() == [refs[3]]
+    ledger.check()
 
 
 class _Store(MemoryStore):

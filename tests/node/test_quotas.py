@@ -95,6 +95,21 @@ def test_what_is_used_stays_and_what_is_not_goes(limited: Node, stack: ExitStack
     assert _held_bytes(tier) <= QUOTA
 
 
+def test_of_a_prefix_larger_than_the_quota_the_head_can_be_used(
+    limited: Node, stack: ExitStack, tier: MemoryTier
+) -> None:
+    engine = make_engine(limited.settings.socket_path, stack)
+    engine.save(digests(15, "another"))
+    chunks = digests(30)
+    for end in (5, 15, 30):
+        engine.save(chunks[:end])
+        at_rest(limited)
+    assert _held_bytes(tier) <= QUOTA
+    limited._loop.post(limited._app.state.catalogue.drop)
+    eventually(lambda: limited.statistics().catalogue.ready_parts == 0, "dropped")
+    assert engine.lookup(chunks).count == 20
+
+
 def test_what_is_seen_to_be_missing_no_longer_counts(
     limited: Node, stack: ExitStack, tier: MemoryTier
 ) -> None:

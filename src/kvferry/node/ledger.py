@@ -7,6 +7,9 @@
 All three count as used, so that the quota holds while parts are on their way in or out. A part that comes
 again while it leaves is both, and counts twice; one that is stored twice at once counts once. What was there
 before, of another node or of an earlier process of this one, is not in here and not removed.
+
+A prefix is of use from its head only: of one that is being stored the tail is colder than the head, and no
+part of it pushes out another. What does not fit of a prefix larger than the quota is its tail.
 """
 
 from collections import OrderedDict
@@ -20,6 +23,9 @@ from kvferry.identity.names import PartKey, PartRef
 from kvferry.identity.stripes import stripe_plan
 
 MAX_CHUNKS = 1 << 20  # some 300 bytes of this process each; past that the coldest leave as if over quota
+
+MAX_PREFIX_CHUNKS = 8192  # of one prefix, those that keep their order
+MAX_PREFIXES_CHUNKS = 1 << 17  # of all prefixes that are remembered
 
 
 def stored_bytes(part_bytes: int) -> int:
@@ -79,6 +85,11 @@ class Ledger:
         self._held_bytes = self._storing_bytes = self._leaving_bytes = 0
         self._removed_parts = self._removed_bytes = 0
         self._stamp = 0
+        self._victims: list[PartRef] = []  # for the next make_room
+        self._prefixes: OrderedDict[int, tuple[ChunkName, ...]] = OrderedDict()  # latest last, by number
+        self._prefix_of: dict[ChunkName, int] = {}
+        self._prefix_chunks = 0
+        self._prefix_number = 0
 
     @property
     def mark(self) -> int:
@@ -90,18 +101,44 @@ class Ledger:
         """Whether more is used than may be, until what is leaving has left."""
         return self._used_bytes > self._quota_bytes
 
+    def holds(self, key: PartKey) -> bool:
+        """Whether it is HELD."""
+        chunk = self._chunks.get(ChunkName(key.namespace, key.chunk))
+        return chunk is not None and bool(chunk.parts >> key.part & 1)
+
     def is_leaving(self, key: PartKey) -> bool:
         """Whether its removal is under way: a store would be removed with it."""
         return key in self._leaving
+
+    def extends(self, names: Sequence[ChunkName]) -> None:
+        """An engine is about to store some of this prefix."""
+        self._prefix_number += 1
+        kept = tuple(names[:MAX_PREFIX_CHUNKS])
+        self._prefixes[self._prefix_number] = kept
+        self._prefix_chunks += len(kept)
+        for name in kept:
+            self._prefix_of[name] = self._prefix_number
+        while self._prefix_chunks > MAX_PREFIXES_CHUNKS:
+            number, forgotten = self._prefixes.popitem(last=False)
+            self._prefix_chunks -= len(forgotten)
+            for name in forgotten:
+                if self._prefix_of.get(name) == number:
+                    del self._prefix_of[name]
+        self.touch(kept)
+
+    def order(self, names: Sequence[ChunkName]) -> None:
+        """These are being stored, or have been: their prefixes get the order in which they should leave."""
+        for number in sorted({self._prefix_of.get(name, 0) for name in names} - {0}):
+            self.touch(self._prefixes[number])
 
     def claim(self, ref: PartRef) -> bool:
         """HELD or absent to STORING. False: there is no room, whatever was removed for it."""
         key, nbytes = ref.key, stored_bytes(ref.nbytes)
         if key not in self._storing:
-            if self._storing_bytes + nbytes > self._quota_bytes:
+            if not self._fits(key, nbytes):
                 return False
             self._part_bytes[key.namespace, key.part] = ref.nbytes
-            self._storing[key] = _Storing(held=self._holds(key))
+            self._storing[key] = _Storing(held=self.holds(key))
             self._storing_bytes += nbytes
             self._drop(key)
         self._storing[key].runs += 1
@@ -109,12 +146,11 @@ class Ledger:
 
     def make_room(self) -> list[PartRef]:
         """HELD to LEAVING, the coldest chunks first, until the rest is within the quota: remove these."""
-        victims: list[PartRef] = []
         while self._chunks and (
             self._held_bytes + self._storing_bytes > self._quota_bytes or len(self._chunks) > self._max_chunks
         ):
-            name, chunk = next(iter(self._chunks.items()))
-            victims.extend(self._leave(PartKey(*name, part)) for part in _numbers(chunk.parts))
+            self._leave_coldest()
+        victims, self._victims = self._victims, []
         self._removed_parts += len(victims)
         self._removed_bytes += sum(stored_bytes(ref.nbytes) for ref in victims)
         return victims
@@ -135,7 +171,7 @@ class Ledger:
     def forget(self, refs: Sequence[PartRef]) -> None:
         """HELD to LEAVING: somebody asked for their removal."""
         for ref in refs:
-            if self._holds(ref.key):
+            if self.holds(ref.key):
                 self._leave(ref.key)
 
     def left(self, key: PartKey, *, gone: bool) -> None:
@@ -159,7 +195,7 @@ class Ledger:
         remains: list[PartRef] = []
         for ref in refs:
             chunk = self._chunks.get(ChunkName(ref.key.namespace, ref.key.chunk))
-            if chunk is None or chunk.stamp > since or not self._holds(ref.key):
+            if chunk is None or chunk.stamp > since or not self.holds(ref.key):
                 continue
             if len(stripe_plan(ref.nbytes)) > 1:
                 remains.append(self._leave(ref.key))
@@ -203,10 +239,6 @@ class Ledger:
     def _stored_bytes(self, key: PartKey) -> int:
         return stored_bytes(self._part_bytes[key.namespace, key.part])
 
-    def _holds(self, key: PartKey) -> bool:
-        chunk = self._chunks.get(ChunkName(key.namespace, key.chunk))
-        return chunk is not None and bool(chunk.parts >> key.part & 1)
-
     def _hold(self, key: PartKey, *, last: bool) -> None:
         name = ChunkName(key.namespace, key.chunk)
         known = name in self._chunks
@@ -219,9 +251,25 @@ class Ledger:
         if last or not known:
             self._chunks.move_to_end(name, last=last)
 
+    def _fits(self, key: PartKey, nbytes: int) -> bool:
+        """Whether there is room, made by what is colder than the rest of its own prefix."""
+        if self._storing_bytes + nbytes > self._quota_bytes:
+            return False
+        prefix = self._prefix_of.get(ChunkName(key.namespace, key.chunk), 0)
+        more = 0 if self.holds(key) else nbytes
+        while self._held_bytes + self._storing_bytes + more > self._quota_bytes:
+            if prefix and self._prefix_of.get(next(iter(self._chunks))) == prefix:
+                return False
+            self._leave_coldest()
+        return True
+
+    def _leave_coldest(self) -> None:
+        name, chunk = next(iter(self._chunks.items()))
+        self._victims += [self._leave(PartKey(*name, part)) for part in _numbers(chunk.parts)]
+
     def _drop(self, key: PartKey) -> None:
         """Out of HELD, if it is there."""
-        if not self._holds(key):
+        if not self.holds(key):
             return
         name = ChunkName(key.namespace, key.chunk)
         chunk = self._chunks[name]

@@ -25,6 +25,7 @@ class _Store:
         self.items = items
         self.deadline = deadline
         self.done = done
+        self.left = len(items)
         self.running: Transfer | None = None
         self.cancelled = False
 
@@ -79,6 +80,7 @@ class QuotaTier:
     ) -> Transfer:
         """See the contract. OVER_QUOTA: room for it cannot be made."""
         with self._lock:
+            self._ledger.order(_names([item.ref for item in items]))
             admitted = [(at, item) for at, item in enumerate(items) if self._ledger.claim(item.ref)]
             store = _Store(admitted, deadline, done)
             victims = self._ledger.make_room()
@@ -101,6 +103,11 @@ class QuotaTier:
         """A prefix was served from somewhere before the tier: what it holds there stays as long as others."""
         with self._lock:
             self._ledger.touch(names)
+
+    def extends(self, names: Sequence[ChunkName]) -> None:
+        """An engine is about to store some of this prefix: its head is to stay when not all of it fits."""
+        with self._lock:
+            self._ledger.extends(names)
 
     def remove(
         self, refs: Sequence[PartRef], *, done: Callable[[Sequence[Outcome]], None] | None = None
@@ -163,6 +170,9 @@ class QuotaTier:
                 self._ledger.stored(item.ref.key)
             else:  # a reply that was not waited for may still have been a success
                 self._ledger.not_stored(item.ref.key, traces=outcome in (Outcome.LATE, Outcome.FAILED))
+            store.left -= 1
+            if not store.left:
+                self._ledger.order(_names([item.ref for _, item in store.items]))
         store.done(at, outcome)
 
     def _removed(self, refs: Sequence[PartRef], outcomes: Sequence[Outcome]) -> None:

@@ -9,6 +9,7 @@ from kvferry.errors import BrokenError, RefusedError
 from kvferry.identity.names import PartKey, PartRef
 from kvferry.identity.stripes import stripe_plan
 from kvferry.node.framing import split_checksums, split_digests
+from kvferry.node.ledger import ChunkName
 from kvferry.node.loading import Loads
 from kvferry.node.loop import Timer
 from kvferry.node.server import Connection
@@ -106,7 +107,10 @@ class Saves:
         if message.part >= len(space.part_bytes):
             raise RefusedError(f"part {message.part} of chunks that have {len(space.part_bytes)}")
         wanted = split_digests(message.chunks)
-        mark = state.catalogue.refresh(space.namespace, [*split_digests(message.prefix), *wanted])
+        prompt = [*split_digests(message.prefix), *wanted]
+        mark = state.catalogue.refresh(space.namespace, prompt)
+        if state.quota is not None:
+            state.quota.extends([ChunkName(space.namespace, chunk) for chunk in prompt])
         owner = self._owners.get(connection)
         if owner is None:
             owner = self._owners[connection] = next(state.owners)
