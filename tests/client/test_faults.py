@@ -106,7 +106,7 @@ def test_a_killed_node_ends_every_stream_at_once_and_its_memory_stays_readable(
     assert isinstance(first, ReadyPart)
     process.signal(signal.SIGKILL)
     process.process.wait()
-    eventually(lambda: not engine.worker.connected, "the loss is noticed")
+    eventually(lambda: not (engine.worker.connected or engine.scheduler.connected), "the loss is noticed")
     ending = stream.next(WAIT_S)
     assert isinstance(ending, LoadEnd)
     assert ending.reason is Reason.NODE_DOWN

@@ -23,7 +23,7 @@ from kvferry.node.wire import (
     Welcome,
 )
 
-READ_BYTES = 1 << 18
+READ_BYTES = 1 << 14  # larger ones leave the allocator's heap in pieces that add up
 QUEUE_FULL_PAUSE_S = 0.005
 
 

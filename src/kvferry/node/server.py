@@ -24,7 +24,7 @@ MAX_UNSENT_BYTES = 32 << 20
 MAX_HELD_BYTES = 256 << 20
 """Of all connections together, half-received and unsent: beyond it, the one that holds most is cut off."""
 HELLO_TIMEOUT_S = 5.0
-READ_BYTES = 1 << 18
+READ_BYTES = 1 << 14  # larger ones leave the allocator's heap in pieces that add up
 
 
 class Handler(Protocol):
