@@ -55,6 +55,21 @@ def restarted(
     yield engine
 
 
+def _found(engine: Engine, chunks: list[bytes], *, tmp_path: Path, stack: ExitStack) -> LookupAnswer:
+    """The answer that names all of these, which another engine has stored in the new node."""
+    other = Engine(tmp_path / "node.sock", name="other")
+    stack.callback(other.close)
+    other.connected().save(chunks)
+    answers: list[LookupAnswer] = []
+
+    def found() -> bool:
+        answers.append(engine.lookup(chunks, f"r{len(answers)}"))
+        return answers[-1].count == len(chunks)
+
+    eventually(found, "what the other engine stored")
+    return answers[-1]
+
+
 def test_the_first_lookup_after_a_restart_is_answered_by_the_new_node(restarted: Engine) -> None:
     assert restarted.lookup(digests(3)).reason is Reason.ABSENT
 
@@ -68,18 +83,9 @@ def test_the_first_load_after_a_restart_waits_for_its_workers_connection(
     restarted: Engine, tmp_path: Path, stack: ExitStack
 ) -> None:
     chunks = digests(3)
-    other = Engine(tmp_path / "node.sock", name="other")
-    stack.callback(other.close)
-    other.connected().save(chunks)
-    answers: list[LookupAnswer] = []
-
-    def found() -> bool:
-        answers.append(restarted.lookup(chunks, f"r{len(answers)}"))
-        return answers[-1].count == 3
-
-    eventually(found, "what the other engine stored")
+    answer = _found(restarted, chunks, tmp_path=tmp_path, stack=stack)
     assert not restarted.worker.connected
-    assert restarted.load(answers[-1], chunks) == [LoadEnd(Reason.COMPLETE, 3)]
+    assert restarted.load(answer, chunks) == [LoadEnd(Reason.COMPLETE, 3)]
 
 
 def test_a_ticket_of_the_old_node_ends_with_the_restart_as_its_reason(restarted: Engine) -> None:
@@ -141,18 +147,9 @@ def test_a_ticket_says_that_the_node_lives_whatever_the_worker_took_it_for(
     restarted: Engine, tmp_path: Path, stack: ExitStack
 ) -> None:
     chunks = digests(2)
-    other = Engine(tmp_path / "node.sock", name="other")
-    stack.callback(other.close)
-    other.connected().save(chunks)
-    answers: list[LookupAnswer] = []
-
-    def found() -> bool:
-        answers.append(restarted.lookup(chunks, f"r{len(answers)}"))
-        return answers[-1].count == 2
-
-    eventually(found, "what the other engine stored")
+    answer = _found(restarted, chunks, tmp_path=tmp_path, stack=stack)
     restarted.worker._connection.silent()
-    assert restarted.load(answers[-1], chunks) == [LoadEnd(Reason.COMPLETE, 2)]
+    assert restarted.load(answer, chunks) == [LoadEnd(Reason.COMPLETE, 2)]
 
 
 @pytest.fixture

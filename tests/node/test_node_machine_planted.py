@@ -4,10 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
 from tests.node.machine_world import CHECKSUMS
 from tests.node.test_node_machine import STEPS, NodeMachine
+from tests.planted import must_find
 
 from kvferry.identity.names import PartKey
 from kvferry.node import lookups, saves
@@ -20,8 +19,6 @@ from kvferry.node.state import FETCHER, WRITER
 from kvferry.node.wire import Reason
 from kvferry.pool.catalogue import Catalogue
 from kvferry.tiers.contract import Outcome
-
-MAX_EXAMPLES = 3000  # some are rare; the search ends with the first
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -155,17 +152,4 @@ def test_a_planted_defect_is_found_with_what_reproduces_it(
     plant: Plant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    quick = settings(
-        STEPS,
-        max_examples=MAX_EXAMPLES,
-        phases=[Phase.generate],
-        database=None,
-        derandomize=True,
-        report_multiple_bugs=False,
-    )
-    with pytest.raises(Exception) as found:
-        run_state_machine_as_test(NodeMachine, settings=quick)
-    story = "\n".join(found.value.__notes__)
-    assert "state = NodeMachine()" in story
-    assert "state.teardown()" in story
-    assert "@reproduce_failure(" in story
+    must_find(NodeMachine, STEPS)

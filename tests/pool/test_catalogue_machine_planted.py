@@ -4,8 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
+from tests.planted import must_find
 from tests.pool.test_catalogue_machine import STEPS, CatalogueMachine
 
 from kvferry.identity.names import PartKey
@@ -13,8 +12,6 @@ from kvferry.pool.catalogue import Catalogue
 from kvferry.pool.entries import Slot
 from kvferry.pool.policy import EvictionPolicy, RecencyQueue
 from kvferry.pool.slots import SlotAllocator
-
-MAX_EXAMPLES = 3000  # some are rare; the search ends with the first
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -143,17 +140,4 @@ def test_a_planted_defect_is_found_with_what_reproduces_it(
     plant: Plant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    quick = settings(
-        STEPS,
-        max_examples=MAX_EXAMPLES,
-        phases=[Phase.generate],
-        database=None,
-        derandomize=True,
-        report_multiple_bugs=False,
-    )
-    with pytest.raises(Exception) as found:
-        run_state_machine_as_test(CatalogueMachine, settings=quick)
-    story = "\n".join(found.value.__notes__)
-    assert "state = CatalogueMachine()" in story
-    assert "state.teardown()" in story
-    assert "@reproduce_failure(" in story
+    must_find(CatalogueMachine, STEPS)
