@@ -106,11 +106,8 @@ class Index:
     def files(self, pin: Pin) -> list[dict[str, Any]]:
         """The pin's files: filename, hashes, yanked."""
         document = self._fetch(f"simple/{pin.project}/")
-        wanted = re.compile(
-            rf"{re.sub('[-_.]+', '[-_.]+', re.escape(pin.project).replace(chr(92) + '-', '-'))}"
-            rf"-{re.escape(pin.version)}(?:-|\.tar|\.zip)",
-            re.IGNORECASE,
-        )
+        name = "[-_.]+".join(map(re.escape, pin.project.split("-")))
+        wanted = re.compile(rf"{name}-{re.escape(pin.version)}(?:-|\.tar|\.zip)", re.IGNORECASE)
         return [file for file in (document or {}).get("files", []) if wanted.match(file["filename"])]
 
     def advisories(self, pin: Pin) -> list[dict[str, Any]] | None:
