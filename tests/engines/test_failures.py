@@ -80,6 +80,25 @@ def test_a_load_that_failed_is_counted_under_its_reason_and_silence_makes_the_no
     bench.side.finished(request)
 
 
+@pytest.mark.parametrize(("count", "reason"), [(0, Reason.COMPLETE), (2, Reason.COMPLETE), (2, Reason.STALLED)])
+def test_time_that_brought_something_is_told_from_time_that_was_lost(
+    bench: Bench, node: TroubledNode, count: int, reason: Reason
+) -> None:
+    node.count, node.reason = count, Reason.COMPLETE if count else Reason.TIER_DOWN
+    request = FakeRequest("r", list(range(3 * BLOCK + 1)))
+    bench.side.matched_tokens(request, 0)
+    if count:
+        request.blocks = bench.pool.take(4) or []
+        bench.side.allocated(request, request.blocks, count * BLOCK)
+        bench.side.absorb(WorkerReport([LoadResult("r", count, 100, 0.1, reason)]))
+        bench.side.load_finished("r")
+    counts = bench.side.counts.take()
+    assert counts.get("lookup_lost_seconds") == (None if count else counts["lookup_seconds"])
+    assert counts.get("load_seconds") == (0.1 if count else None)
+    assert counts.get("load_lost_seconds") == (0.1 if reason is Reason.STALLED else None)
+    bench.side.finished(request)
+
+
 def _saved(bench: Bench, name: str) -> int:
     """How many chunks are to be stored of one and the same prompt, asked under another name."""
     request = FakeRequest(name, list(range(3 * BLOCK + 1)))

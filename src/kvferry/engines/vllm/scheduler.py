@@ -186,7 +186,7 @@ class SchedulerSide:
                 self.counts.add("unanswered")
                 tracked.settle(Reason.TIMEOUT)
             return
-        self._waited(tracked, now, answer.reason)
+        self._waited(tracked, now, answer.reason, found=answer.count)
         self._learn(tracked, answer)
         if answer.count:
             self.counts.add("hits")
@@ -200,10 +200,12 @@ class SchedulerSide:
         self._end(answer)
         tracked.settle(answer.reason)
 
-    def _waited(self, tracked: Tracked, now: float, reason: Reason) -> None:
-        """The wait for an answer is over; ``reason`` says why it does not reach further."""
+    def _waited(self, tracked: Tracked, now: float, reason: Reason, *, found: int = 0) -> None:
+        """The wait for an answer of so many chunks is over; ``reason`` says why it does not reach further."""
         tracked.story.lookup_s += now - tracked.asked_at
         self.counts.add("lookup_seconds", now - tracked.asked_at)
+        if not found:
+            self.counts.add("lookup_lost_seconds", now - tracked.asked_at)
         if reason not in (*_MISSES, Reason.CHEAPER):
             self.counts.add(failure(reason))
 
@@ -336,6 +338,8 @@ class SchedulerSide:
         for load in report.loads:
             self.counts.add("loaded_bytes", load.nbytes)
             self.counts.add("load_seconds", load.seconds)
+            if load.reason != Reason.COMPLETE:
+                self.counts.add("load_lost_seconds", load.seconds)
             tracked = self._tracked.get(load.request_id)
             if tracked is not None:
                 tracked.results.append(load)

@@ -3,6 +3,7 @@
 import logging
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -123,6 +124,7 @@ class WorkerSide:
         self._timed_step = 0
         self._loads: deque[LoadSpec] = deque()
         self._rest_s = 0.0
+        self.rested_s = 0.0  # in all: seconds in which a step slept, since nothing could run
         self._saves: deque[SaveSpec] = deque()
         self._loader = Loader(
             memory.copier,
@@ -212,7 +214,9 @@ class WorkerSide:
         rest_s, self._rest_s = self._rest_s, 0.0
         with self._lock:
             if rest_s and not self._loaded:
+                begun = time.monotonic()
                 self._lock.wait(rest_s)
+                self.rested_s += time.monotonic() - begun
             loaded, self._loaded = self._loaded, []
         for result, failed in loaded:
             self._results.append(result)
