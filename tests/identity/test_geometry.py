@@ -81,6 +81,39 @@ def test_a_window_counts_the_token_that_looks_through_it(window: int, needed: li
     assert list(group.needed_chunks(10, chunk_tokens=16)) == needed
 
 
+@given(groups=groups, chunk_tokens=st.integers(1, 9), boundary=st.integers(1, 12))
+def test_the_trailing_chunks_are_those_that_a_boundary_needs(
+    *, groups: list[KvGroup], chunk_tokens: int, boundary: int
+) -> None:
+    for group in groups:
+        needed = group.needed_chunks(boundary, chunk_tokens=chunk_tokens)
+        trailing = group.trailing_chunks(chunk_tokens) or boundary
+        # A window of one token needs nothing; 0 would say that it needs all.
+        assert len(needed) in (min(trailing, boundary), 0)
+        assert needed or group.window_tokens == 1
+
+
+@given(block=st.integers(1, 4), blocks=st.integers(1, 6), window=st.integers(2, 30))
+def test_a_part_of_a_window_holds_the_blocks_that_its_chunk_end_needs(
+    *, block: int, blocks: int, window: int
+) -> None:
+    group = _group(GroupKind.WINDOW, window=window, block=block)
+    end = blocks * block
+    needed = {token // block for token in range(max(0, end - window + 1), end)}
+    assert group.part_blocks(end) == len(needed)
+
+
+def test_a_part_is_trailing_by_its_group_and_exists_by_its_layers() -> None:
+    groups = (
+        KvGroup(GroupKind.FULL, 16, (("a",), ("b",)), (64, 64), 2),
+        KvGroup(GroupKind.WINDOW, 16, (("c",), ()), (8, 0), 2, window_tokens=40),
+        KvGroup(GroupKind.STATE, 32, ((), ("d",)), (0, 100), 0),
+    )
+    geometry = Geometry(groups, 32, tensor_ranks=1, pipeline_ranks=2)
+    assert geometry.part_bytes == (128, 128, 16, 0, 0, 100)
+    assert geometry.trailing == (0, 0, 2, 0, 0, 1)
+
+
 def test_rows_that_do_not_fit_the_groups_are_an_error() -> None:
     with pytest.raises(BrokenError):
         usable_chunks([_group()], [], chunk_tokens=16)

@@ -82,6 +82,31 @@ class KvGroup:
         trailing = -(-(self.window_tokens - 1) // chunk_tokens)
         return range(max(0, boundary - trailing), boundary)
 
+    def trailing_chunks(self, chunk_tokens: int) -> int:
+        """How many of the chunks before a boundary it needs: the last so many, at least 1; 0 for all."""
+        match self.kind:
+            case GroupKind.FULL:
+                return 0
+            case GroupKind.STATE:
+                return 1
+            case GroupKind.WINDOW:
+                return max(1, -(-(self.window_tokens - 1) // chunk_tokens))
+
+    def part_blocks(self, chunk_tokens: int) -> int:
+        """How many blocks of a chunk a part holds: the chunk's last.
+
+        All of a FULL group. Of a WINDOW group those that a boundary at the chunk's end, or after it, can
+        need. Of a STATE group one: the state exactly at the chunk's end.
+        """
+        blocks = chunk_tokens // self.block_tokens
+        match self.kind:
+            case GroupKind.FULL:
+                return blocks
+            case GroupKind.STATE:
+                return 1
+            case GroupKind.WINDOW:
+                return min(blocks, max(1, -(-(self.window_tokens - 1) // self.block_tokens)))
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -153,11 +178,22 @@ class Geometry:
         """The bytes of each part, by part number; 0 for a part that does not exist."""
         sizes: list[int] = []
         for group in self.groups:
-            blocks = 1 if group.kind is GroupKind.STATE else self.chunk_tokens // group.block_tokens
+            blocks = group.part_blocks(self.chunk_tokens)
             present = self._tensor_shards(group)
             for stage_bytes in group.block_bytes:
                 sizes += [blocks * stage_bytes] * present + [0] * (self.tensor_shards - present)
         return tuple(sizes)
+
+    @cached_property
+    def trailing(self) -> tuple[int, ...]:
+        """Of each part, by part number, how many of the chunks before a boundary it needs: the last so many.
+
+        0: all of them, or there is no such part.
+        """
+        needed = [
+            group.trailing_chunks(self.chunk_tokens) for group in self.groups for _ in range(self.shards)
+        ]
+        return tuple(trailing if size else 0 for trailing, size in zip(needed, self.part_bytes, strict=True))
 
     def part(self, group: int, *, tensor_rank: int, pipeline_rank: int = 0) -> int:
         """The part that a rank holds of ``group``. Ranks with equal bytes get the same part."""
