@@ -22,6 +22,7 @@ from kvferry.engines.vllm.messages import Assignment, WorkerPart
 from kvferry.engines.vllm.pins import Pins
 from kvferry.engines.vllm.prefill import PrefillWatch
 from kvferry.engines.vllm.requests import Admission
+from kvferry.engines.vllm.roles import KvRole
 from kvferry.engines.vllm.scheduler import SchedulerSide
 from kvferry.engines.vllm.transfers import Stream
 from kvferry.engines.vllm.worker import WorkerSide
@@ -128,7 +129,9 @@ class SideFleet:
         self.node.start()
         self._node_runs = True
 
-    def engine(self, *, blocks: int = 64, ranks: int = 1, tokens_per_step: int = 64) -> FakeEngine:
+    def engine(
+        self, *, blocks: int = 64, ranks: int = 1, tokens_per_step: int = 64, role: KvRole = KvRole.BOTH
+    ) -> FakeEngine:
         geometry = ChunkGeometry(BLOCK_TOKENS, BLOCK_TOKENS * self._chunk_blocks)
         part_bytes = (LAYERS * BLOCK_BYTES * self._chunk_blocks,) * ranks
         namespace = NamespaceInfo(b"test" + bytes([ranks]) * 12, part_bytes, geometry.chunk_tokens, "default")
@@ -148,6 +151,7 @@ class SideFleet:
             namespace=namespace.namespace,
             chunk_tokens=geometry.chunk_tokens,
             adapters=adapters,
+            role=role,
         )
         scheduler = SchedulerSide(
             assignment=assignment,

@@ -109,7 +109,7 @@ def test_other_versions_are_refused_with_the_range(version: str) -> None:
         check_version(version)
 
 
-@pytest.mark.parametrize(("policy", "role"), [("fail", "kv_both"), ("recompute", "kv_producer")])
+@pytest.mark.parametrize(("policy", "role"), [("fail", "kv_both"), ("recompute", "kv_neither")])
 def test_settings_that_could_lose_requests_are_refused(policy: str, role: str) -> None:
     transfer = SimpleNamespace(kv_load_failure_policy=policy, kv_role=role)
     with pytest.raises(MisconfiguredError, match="--kv-transfer-config"):

@@ -18,7 +18,7 @@ class Eligibility(StrEnum):
     """Whether a request takes part; everything but YES is neither a hit nor a miss."""
 
     YES = "yes"
-    NO_PREFIX_READ = "no-prefix-read"  # needs every prompt position computed (prompt log-probabilities)
+    NO_PREFIX_READ = "no-prefix-read"  # prompt log-probabilities, an engine that only stores, a reset
     EMBEDS = "prompt-embeds"  # no token ids to name the prefix by
     MULTIMODAL = "multimodal"
     POOLING = "pooling"

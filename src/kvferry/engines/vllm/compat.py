@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
+from kvferry.engines.vllm.roles import KvRole
 from kvferry.errors import MisconfiguredError
 
 if TYPE_CHECKING:
@@ -52,19 +53,31 @@ def check_version(found: str) -> None:
         )
 
 
-def check_transfer_config(config: "VllmConfig") -> None:
-    """Raises MisconfiguredError for connector settings that could lose or spoil a request."""
+def check_transfer_config(config: "VllmConfig", *, outer: "VllmConfig | None" = None) -> KvRole:
+    """The engine's role. Raises MisconfiguredError for settings that could lose or spoil a request.
+
+    outer: the engine's own configuration where it can be seen; inside a MultiConnector it differs from the
+    connector's, and its failure policy is the one that vLLM obeys.
+    """
     transfer = config.kv_transfer_config
     if transfer is None:
         raise MisconfiguredError("kvferry was loaded without a kv_transfer_config")
-    if transfer.kv_load_failure_policy != "recompute":
+    _check_policy(transfer.kv_load_failure_policy, where="")
+    if outer is not None and outer.kv_transfer_config is not None:
+        _check_policy(outer.kv_transfer_config.kv_load_failure_policy, where=" of the MultiConnector")
+    try:
+        return KvRole(str(transfer.kv_role))
+    except ValueError as error:
         raise MisconfiguredError(
-            f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: set it to 'recompute' in "
+            f"kv_role is {transfer.kv_role!r}: --kv-transfer-config takes {', '.join(KvRole)}"
+        ) from error
+
+
+def _check_policy(policy: object, *, where: str) -> None:
+    if policy != "recompute":
+        raise MisconfiguredError(
+            f"kv_load_failure_policy{where} is {policy!r}: set it to 'recompute' in "
             "--kv-transfer-config, or a failing cache would fail requests (see: kvferry flags vllm)"
-        )
-    if transfer.kv_role != "kv_both":
-        raise MisconfiguredError(
-            f"kv_role is {transfer.kv_role!r}: kvferry needs 'kv_both' in --kv-transfer-config"
         )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -77,7 +78,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_version(installed_version())
-        check_transfer_config(vllm_config)
+        self._role_in_split = check_transfer_config(vllm_config, outer=get_current_vllm_config_or_none())
         self.guard = Guard(role.name.lower())
         self._settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config or {})
         self._key = DomainKey.load(self._settings.domain, key_file=self._settings.domain_key_file)
@@ -236,6 +237,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 namespace=namespace.namespace,
                 chunk_tokens=namespace.chunk_tokens,
                 adapters=self._adapters,
+                role=self._role_in_split,
             ),
             client=SchedulerClient(
                 socket_path=self._settings.socket,

@@ -21,6 +21,7 @@ from kvferry.client.messages import LookupAnswer
 from kvferry.engines.planning import Eligibility, LoadPlan
 from kvferry.engines.vllm.identity import AdapterDigests, adapter_extra
 from kvferry.engines.vllm.messages import LoadResult
+from kvferry.engines.vllm.roles import KvRole
 from kvferry.errors import RefusedError
 from kvferry.identity.chunks import ChunkChain, Extras
 from kvferry.identity.domain import DomainKey
@@ -56,12 +57,16 @@ class Story:
 
 @dataclass(slots=True)
 class Tracked:
-    """One request. chain: None until its extras are known, and for good where it takes no part."""
+    """One request. chain: None until its extras are known, and for good where it takes no part.
+
+    reads, writes: whether it is looked up, and whether what it computes is stored.
+    """
 
     request: Any
     eligibility: Eligibility
     seen_at: float
     reads: bool = True
+    writes: bool = True
     chain: ChunkChain | None = None
     adapter: "Future[bytes] | None" = None
     phase: Phase = Phase.NEW
@@ -82,6 +87,13 @@ class Tracked:
         """The engine's name of the request."""
         return str(self.request.request_id)
 
+    @property
+    def note(self) -> str:
+        """Why it takes no part in lookups; empty where it does."""
+        if self.eligibility is not Eligibility.YES:
+            return self.eligibility.value
+        return "" if self.reads else Eligibility.NO_PREFIX_READ.value
+
     def settle(self, reason: str) -> None:
         """No more lookups until the request is preempted."""
         self.phase = Phase.SETTLED
@@ -89,6 +101,11 @@ class Tracked:
         self.load = None
         self.preemptions = self.request.num_preemptions
         self.story.reason = reason
+
+    def withdraw(self) -> None:
+        """What it has computed cannot be named any more: it neither reads nor stores from now on."""
+        self.chain = self.adapter = None
+        self.reads = self.writes = False
 
     def reopen_after_preemption(self) -> None:
         """A preempted request lost its blocks: what was decided before no longer holds."""
@@ -118,12 +135,19 @@ class Admission:
     """Decides what part a request takes and prepares its chain."""
 
     def __init__(
-        self, *, key: DomainKey, namespace: bytes, chunk_tokens: int, adapters: AdapterDigests
+        self,
+        *,
+        key: DomainKey,
+        namespace: bytes,
+        chunk_tokens: int,
+        adapters: AdapterDigests,
+        role: KvRole = KvRole.BOTH,
     ) -> None:
         self._key = key
         self._namespace = namespace
         self._chunk_tokens = chunk_tokens
         self._adapters = adapters
+        self._role = role
         self.generation = b""
 
     def admit(self, request: Any, *, now: float) -> Tracked:
@@ -131,7 +155,8 @@ class Admission:
         tracked = Tracked(request, classify(request), now)
         if tracked.eligibility is not Eligibility.YES:
             return tracked
-        tracked.reads = not request.skip_reading_prefix_cache
+        tracked.reads = self._role.loads and not request.skip_reading_prefix_cache
+        tracked.writes = self._role.stores
         if request.lora_request is None:
             self._start_chain(tracked, None)
         else:
@@ -142,12 +167,12 @@ class Admission:
 
     def ready(self, tracked: Tracked, *, now: float) -> bool:
         """Whether the chain is there; False while an adapter's digest is still being computed."""
-        if tracked.chain is not None or not tracked.reads or tracked.eligibility is not Eligibility.YES:
-            return True
         adapter = tracked.adapter
-        if adapter is not None and not adapter.done() and now - tracked.seen_at <= ADAPTER_WAIT_S:
+        if tracked.chain is not None or adapter is None or tracked.eligibility is not Eligibility.YES:
+            return True
+        if not adapter.done() and now - tracked.seen_at <= ADAPTER_WAIT_S:
             return False
-        if adapter is None or not adapter.done() or adapter.cancelled() or adapter.exception() is not None:
+        if not adapter.done() or adapter.cancelled() or adapter.exception() is not None:
             tracked.eligibility = Eligibility.ADAPTER
         else:
             self._start_chain(tracked, adapter.result())

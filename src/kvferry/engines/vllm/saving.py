@@ -51,7 +51,7 @@ class SavePlanner:
 
     def _full(self, tracked: Tracked, tokens: int) -> range | None:
         """Chunks that are full after the step and were not considered yet."""
-        if tracked.chain is None:
+        if tracked.chain is None or not tracked.writes:
             return None
         request = tracked.request
         return plan_saves(

@@ -368,7 +368,7 @@ class SchedulerSide:
 
     def _forget(self, tracked: Tracked) -> None:
         del self._tracked[tracked.request_id]
-        story, eligible = tracked.story, tracked.eligibility
+        story = tracked.story
         self._client.report(
             Report(
                 request_id=tracked.request_id,
@@ -381,7 +381,7 @@ class SchedulerSide:
                 lookup_s=story.lookup_s,
                 load_s=story.load_s,
                 reason=story.reason,
-                note="" if eligible is Eligibility.YES and tracked.reads else eligible.value,
+                note=tracked.note,
             )
         )
 
@@ -393,7 +393,7 @@ class SchedulerSide:
         self._admission.generation = generation
         self._saves.forget_all()
         for tracked in self._tracked.values():
-            tracked.chain, tracked.reads = None, False
+            tracked.withdraw()
             if tracked.phase is Phase.ASKED:
                 self._client.cancel(tracked.request_id)
             if tracked.phase is not Phase.LOADING:
