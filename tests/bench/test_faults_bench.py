@@ -1,6 +1,8 @@
 """The fault benchmark: bounds are those promised, what is over is marked, wrong answers never meet them."""
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from kvferry.bench import hook_times
 from kvferry.bench.faults import report
 from kvferry.bench.faults.kinds import KINDS, Moment
-from kvferry.bench.faults.trial import Lost, Trial, failures_of
+from kvferry.bench.faults.trial import Paid, Trial, failures_of
 
 
 def _trial(*, ttft_s: float = 3.0, lost_s: float = 0.001, problems: tuple[str, ...] = ()) -> Trial:
@@ -21,7 +23,11 @@ def _trial(*, ttft_s: float = 3.0, lost_s: float = 0.001, problems: tuple[str, .
         wanted_blocks=12,
         loaded_blocks=3,
         reasons={"stalled": 1},
-        after=[Lost(0.0, 0.0, 0.001), Lost(lost_s, 0.0, 0.0)],
+        usual=[Paid(lookup_lost_s=0.002)],
+        after=[
+            Paid(hooks={"get_finished": 0.001}, lookup_s=0.02, load_s=0.03),
+            Paid(lookup_lost_s=lost_s / 4, load_lost_s=lost_s / 2, hooks={"get_finished": lost_s / 4}),
+        ],
         back_s=1.5,
         problems=list(problems),
     )
@@ -81,8 +87,48 @@ def test_every_fault_that_must_be_tried_is_tried() -> None:
     ]
 
 
+def test_loads_that_worked_are_shown_and_count_as_no_loss() -> None:
+    document = report.document([_trial(lost_s=0.009)], {})
+    [row] = document["figures"]
+    assert (row["usual_s"], row["lost_s"], row["spent_s"]) == (0.002, pytest.approx(0.009), 0.05)
+    [trial] = document["trials"]
+    assert trial["after_lost_s"] == pytest.approx([0.001, 0.009])
+    assert trial["after_spent_s"] == [0.05, 0.0]
+
+
+def _file(seconds: float) -> bytes:
+    return hook_times.SECONDS.pack(seconds, *[0.0] * (len(hook_times.HOOKS) - 1))
+
+
 def test_times_of_all_processes_add_up_and_half_written_files_count_nothing(tmp_path: Path) -> None:
-    (tmp_path / "1.seconds").write_bytes(hook_times.SECONDS.pack(1.5))
-    (tmp_path / "2.seconds").write_bytes(hook_times.SECONDS.pack(0.25))
-    (tmp_path / "3.seconds").write_bytes(b"")
+    (tmp_path / "1-1.seconds").write_bytes(_file(1.5))
+    (tmp_path / "2-1.seconds").write_bytes(_file(0.25))
+    (tmp_path / "3-1.seconds").write_bytes(b"")
     assert hook_times.total_seconds(tmp_path) == 1.75
+    assert hook_times.seconds_by_hook(tmp_path)[hook_times.HOOKS[0]] == 1.75
+
+
+def test_times_of_one_engine_are_told_by_its_process_group(tmp_path: Path) -> None:
+    hook_times.file_of(tmp_path, object()).write_bytes(_file(1.5))
+    assert hook_times.total_seconds(tmp_path, group=os.getpgid(0)) == 1.5
+    assert hook_times.total_seconds(tmp_path, group=1) == 0.0
+
+
+def test_a_method_counts_once_and_without_the_time_that_it_slept_on_purpose(tmp_path: Path) -> None:
+    rested = [0.0]
+    file = hook_times.file_of(tmp_path, object())
+    stopwatch = hook_times.Stopwatch(file, rested_s=lambda: rested[0])
+
+    def sleeps() -> None:
+        begun = time.perf_counter()
+        time.sleep(0.05)
+        rested[0] += time.perf_counter() - begun
+
+    inner = stopwatch.round(sleeps, 1)
+    outer = stopwatch.round(inner, 0)
+    begun = time.perf_counter()
+    outer()
+    took = time.perf_counter() - begun
+    seconds = hook_times.SECONDS.unpack(file.read_bytes())
+    assert seconds[1:] == (0.0,) * (len(hook_times.HOOKS) - 1)
+    assert 0.0 <= seconds[0] <= took - rested[0]

@@ -283,6 +283,10 @@ class Fleet:
             self.replicas[name] = replica
             self._say(f"replica {name} ready ({time.monotonic() - started.begun:.0f} s)")
 
+    def process_group(self, name: str) -> int:
+        """Of all processes of a running replica."""
+        return self._engines[name].pid
+
     def kill_replica(self, name: str) -> None:
         """SIGKILL for all of its processes."""
         child = self._engines.pop(name)

@@ -101,13 +101,21 @@ def _measure(
 
 
 def _line(trial: Trial) -> str:
-    lost = ", ".join(f"{lost.total_s * 1e3:.1f}" for lost in trial.after)
+    usual, lost, spent = (
+        ", ".join(f"{seconds * 1e3:.1f}" for seconds in found)
+        for found in (
+            [paid.lost_s for paid in trial.usual],
+            [paid.lost_s for paid in trial.after],
+            [paid.spent_s for paid in trial.after],
+        )
+    )
     back = "never" if trial.back_s is None else f"{trial.back_s:.1f} s"
     back += f" (until then: {', '.join(trial.back_reasons)})" if trial.back_reasons else ""
     wrong = f"; WRONG: {'; '.join(trial.problems)}" if trial.problems else ""
     return (
         f"{trial.fault} {trial.moment}: {trial.ttft_s:.2f} s, at most {trial.bound_s:.2f} s; "
-        f"{trial.loaded_blocks} of {trial.wanted_blocks} blocks loaded; later requests lost {lost} ms; "
+        f"{trial.loaded_blocks} of {trial.wanted_blocks} blocks loaded; later requests lost {lost} ms "
+        f"(before it {usual}) and spent {spent} on loads; "
         f"reuse back after {back}{wrong}"
     )
 

@@ -19,7 +19,9 @@ _COLUMNS = (
     Column("TTFT", numeric=True),
     Column("bound", numeric=True),
     Column("loaded", numeric=True),
+    Column("usual ms", numeric=True),
     Column("later ms", numeric=True),
+    Column("on loads", numeric=True),
     Column("reuse back", numeric=True),
     Column("called"),
     Column("met"),
@@ -28,7 +30,11 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One fault at one moment. Seconds; medians. lost_s: the worst of each trial's later requests."""
+    """One fault at one moment. Seconds; medians.
+
+    lost_s: the worst of each trial's later requests; usual_s: of those before the fault. spent_s: what that
+    later request with the most paid for loads that worked.
+    """
 
     fault: str
     moment: str
@@ -39,7 +45,9 @@ class Row:
     bound_s: float
     loaded_blocks: float
     wanted_blocks: int
+    usual_s: float
     lost_s: float
+    spent_s: float
     back_s: float | None
     reasons: tuple[str, ...]
     wrong: int
@@ -60,7 +68,9 @@ class Row:
             f"{self.ttft_s:.2f} s" + _mark(self.ttft_s > self.bound_s),
             f"{self.bound_s:.2f} s",
             f"{self.loaded_blocks:.0f}/{self.wanted_blocks}",
+            f"{self.usual_s * 1e3:.1f}",
             f"{self.lost_s * 1e3:.1f}" + _mark(self.lost_s > MAX_LOST_S),
+            f"{self.spent_s * 1e3:.1f}",
             "never" if self.back_s is None else f"{self.back_s:.1f} s",
             " ".join(self.reasons) or "-",
             "WRONG" if self.wrong else "yes" if self.met else "NO",
@@ -92,7 +102,9 @@ def _row(group: Sequence[Trial]) -> Row:
         bound_s=_median([trial.bound_s for trial in group]),
         loaded_blocks=_median([float(trial.loaded_blocks) for trial in group]),
         wanted_blocks=first.wanted_blocks,
-        lost_s=_median([max((lost.total_s for lost in trial.after), default=0.0) for trial in group]),
+        usual_s=_median([max((paid.lost_s for paid in trial.usual), default=0.0) for trial in group]),
+        lost_s=_median([max((paid.lost_s for paid in trial.after), default=0.0) for trial in group]),
+        spent_s=_median([max((paid.spent_s for paid in trial.after), default=0.0) for trial in group]),
         back_s=_median(back) if len(back) == len(group) else None,
         reasons=tuple(sorted({reason for trial in group for reason in trial.reasons})),
         wrong=sum(1 for trial in group if trial.problems),

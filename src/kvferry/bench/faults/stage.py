@@ -24,6 +24,7 @@ from kvferry.tiers.valkey.url import Address, ValkeyUrl
 LOAD_S = 1.5  # how long a load takes through the slowed proxy: to be broken in its middle
 ASK_VALKEY_S = 10.0
 WITHIN_S = 120.0
+QUIET_S = 0.1  # without a step
 LOADS_FROM = "B"
 STORES_FROM = "A"
 
@@ -81,9 +82,22 @@ class Stage:
             raise RetryError("the fleet was not started")
         return self._proxy
 
-    def hooks_s(self) -> float:
-        """Seconds that the engines spent inside the connector so far."""
-        return hook_times.total_seconds(self._times)
+    def hooks_s(self, replica: Replica) -> dict[str, float]:
+        """Seconds that a replica's processes spent in the connector's methods so far, by method."""
+        return hook_times.seconds_by_hook(self._times, group=self.fleet.process_group(replica.name))
+
+    def wait_quiet(self, replica: Replica) -> None:
+        """Until the replica's engine steps no more: what it does after an answer is not the next one's."""
+        latest, since = self.hooks_s(replica), time.monotonic()
+
+        def quiet() -> bool:
+            nonlocal latest, since
+            now = self.hooks_s(replica)
+            if now != latest:
+                latest, since = now, time.monotonic()
+            return time.monotonic() - since >= QUIET_S
+
+        wait_until(quiet, what=f"replica {replica.name} with nothing to do", timeout_s=WITHIN_S)
 
     def valkey(self, *words: str | bytes) -> Reply:
         """One command to the server itself."""

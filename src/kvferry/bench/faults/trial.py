@@ -24,24 +24,38 @@ SEEN_SHARE = 0.2  # of a load's bytes have passed when it is broken
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """What a request lost by the connector's own timers, seconds: waiting for answer or load, in hooks."""
+class Paid:
+    """What a request paid, seconds, by the connector's own timers.
 
-    lookup_s: float
-    load_s: float
-    hooks_s: float
+    lookup_lost_s, load_lost_s: waiting for an answer that brought nothing, and for loads that failed.
+    lookup_s, load_s: for answers and loads that brought something. hooks: in the connector's methods.
+    reasons: what failed, how often.
+    """
+
+    lookup_lost_s: float = 0.0
+    load_lost_s: float = 0.0
+    lookup_s: float = 0.0
+    load_s: float = 0.0
+    hooks: dict[str, float] = field(default_factory=dict[str, float])
+    reasons: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
-    def total_s(self) -> float:
-        """All of it."""
-        return self.lookup_s + self.load_s + self.hooks_s
+    def lost_s(self) -> float:
+        """What it would not have paid without the connector, and got nothing for."""
+        return self.lookup_lost_s + self.load_lost_s + sum(self.hooks.values())
+
+    @property
+    def spent_s(self) -> float:
+        """What it paid for tokens that it need not compute."""
+        return self.lookup_s + self.load_s
 
 
 @dataclass(slots=True)
 class Trial:
     """cold_s: TTFT of the same prompt where nobody had it. deadline_s: the load's, by the node; 0 for none.
 
-    itself: what the request lost. after: the requests that follow while the part is still broken.
+    itself: what the request paid. usual: short new requests before the fault. after: the same while the part
+    is still broken.
     back_s: from the mending to a request that reused everything. back_reasons: why those before did not.
     baseline_s: until the node held nothing.
     problems: a wrong answer, or a trial that did not try what it should.
@@ -55,8 +69,9 @@ class Trial:
     wanted_blocks: int = 0
     loaded_blocks: int = 0
     reasons: dict[str, int] = field(default_factory=dict[str, int])
-    itself: Lost = field(default_factory=lambda: Lost(0.0, 0.0, 0.0))
-    after: list[Lost] = field(default_factory=list[Lost])
+    itself: Paid = field(default_factory=Paid)
+    usual: list[Paid] = field(default_factory=list[Paid])
+    after: list[Paid] = field(default_factory=list[Paid])
     back_s: float | None = None
     back_reasons: list[str] = field(default_factory=list[str])
     baseline_s: float | None = None
@@ -71,16 +86,22 @@ class Trial:
         """For JSON."""
         return asdict(self) | {
             "bound_s": self.bound_s,
-            "after_lost_s": [lost.total_s for lost in self.after],
+            **{
+                f"{when}_{what}_s": [getattr(paid, f"{what}_s") for paid in requests]
+                for when, requests in (("usual", self.usual), ("after", self.after))
+                for what in ("lost", "spent")
+            },
         }
 
 
 class Counted:
-    """A replica's counters, and what was added to them since."""
+    """A replica's counters and the connector's times, and what was added to them since."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, stage: Stage, replica: Replica) -> None:
+        self._stage = stage
         self._replica = replica
         self._before = replica.metrics()
+        self._hooks_before = stage.hooks_s(replica)
 
     def __call__(self, name: str) -> float:
         """Of a counter of the connector."""
@@ -91,6 +112,19 @@ class Counted:
         """Failures by reason."""
         before, now = failures_of(self._before), failures_of(self._replica.metrics())
         return {reason: n - before.get(reason, 0) for reason, n in now.items() if n > before.get(reason, 0)}
+
+    def paid(self) -> Paid:
+        """By all requests since."""
+        lookup_lost_s, load_lost_s = self("lookup_lost_seconds"), self("load_lost_seconds")
+        hooks = self._stage.hooks_s(self._replica).items()
+        return Paid(
+            lookup_lost_s=lookup_lost_s,
+            load_lost_s=load_lost_s,
+            lookup_s=self("lookup_seconds") - lookup_lost_s,
+            load_s=self("load_seconds") - load_lost_s,
+            hooks={name: s - self._hooks_before[name] for name, s in hooks if s > self._hooks_before[name]},
+            reasons=self.reasons(),
+        )
 
 
 def failures_of(page: str) -> dict[str, int]:
@@ -141,13 +175,14 @@ class Trials:
         """None when no load was under way to be broken."""
         stage = self._stage
         trial = Trial(kind.name, moment.value, wanted_blocks=self._tokens // self._block_tokens)
+        self._short(trial.usual, stage.a if kind.own else stage.b)
         prompt, cold = self._stored(trial)
         broken, reply = self._broken(kind, moment, trial, prompt)
         if not broken:
             return None
         try:
             self._check(trial, kind, reply, cold, prompt)
-            self._after(trial, stage.a if kind.own else stage.b)
+            self._short(trial.after, stage.a if kind.own else stage.b)
         finally:
             begun = time.monotonic()
             kind.mends(stage)
@@ -176,7 +211,7 @@ class Trials:
     ) -> tuple[bool, Reply | None]:
         """Whether it broke when it should, and the answer, if one came."""
         stage = self._stage
-        counted, hooks_s = Counted(stage.b), stage.hooks_s()
+        counted = Counted(stage, stage.b)
         question = self._question(prompt)
         if moment is Moment.BEFORE:
             kind.breaks(stage)
@@ -188,7 +223,7 @@ class Trials:
             reply = self._reply(asking, kind)
         stage.proxy.replies.rate_bytes_s = None
         if not (kind.own and broken):
-            trial.itself = Lost(counted("lookup_seconds"), counted("load_seconds"), stage.hooks_s() - hooks_s)
+            trial.itself = counted.paid()
             trial.loaded_blocks = int(counted("loaded_tokens")) // self._block_tokens
             trial.reasons = counted.reasons()
             if counted("misses"):
@@ -262,21 +297,20 @@ class Trials:
         self._ask(self._stage.a, prompt[: blocks * self._block_tokens + 1], salt=salt)
         return self._ask(self._stage.a, prompt, salt=salt)
 
-    def _after(self, trial: Trial, replica: Replica) -> None:
-        """New short prompts while the part is broken."""
+    def _short(self, paid: list[Paid], replica: Replica) -> None:
+        """New short prompts, one after the other; what each of them pays, without the stores of the last."""
         for _ in range(AFTER_REQUESTS):
-            counted, hooks_s = Counted(replica), self._stage.hooks_s()
+            self._stage.wait_quiet(replica)
+            counted = Counted(self._stage, replica)
             self._ask(replica, self._prompts.tokens(AFTER_TOKENS))
-            trial.after.append(
-                Lost(counted("lookup_seconds"), counted("load_seconds"), self._stage.hooks_s() - hooks_s)
-            )
+            paid.append(counted.paid())
 
     def _back(self, trial: Trial, prompt: tuple[int, ...], *, begun: float) -> None:
         """Until B reuses all of it again; A is asked too, since what was lost must be stored again."""
         stage = self._stage
         while True:
             forget_everything(stage.b)
-            counted, asked = Counted(stage.b), time.monotonic()
+            counted, asked = Counted(stage, stage.b), time.monotonic()
             reply = self._ask(stage.b, prompt)
             if reply.cached_tokens == trial.wanted_blocks * self._block_tokens:
                 trial.back_s = asked - begun
