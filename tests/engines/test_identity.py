@@ -267,7 +267,7 @@ def test_an_adapter_that_changes_while_it_is_read_is_not_named(
 
 def test_every_rank_must_describe_its_memory() -> None:
     assert gathered_facts([facts(0), facts(1)], ranks=2) == [facts(0), facts(1)]
-    with pytest.raises(KvferryError, match="MultiConnector"):
+    with pytest.raises(KvferryError, match="1 of 2 workers"):
         gathered_facts([facts(0), object()], ranks=2)
     with pytest.raises(KvferryError, match="broken"):
         gathered_facts([facts(0), replace(facts(1), problem="broken")], ranks=2)

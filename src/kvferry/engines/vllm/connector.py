@@ -8,11 +8,13 @@
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -35,7 +37,7 @@ from kvferry.engines.vllm.compat import (
     installed_version,
     unsupported_reason,
 )
-from kvferry.engines.vllm.facts import gathered_facts, worker_facts
+from kvferry.engines.vllm.facts import Introductions, gathered_facts, worker_facts
 from kvferry.engines.vllm.guard import Guard, guarded
 from kvferry.engines.vllm.identity import AdapterDigests, assign, chunk_geometry
 from kvferry.engines.vllm.messages import Assignment, StepPlan, WorkerFacts, WorkerReport
@@ -59,10 +61,15 @@ KVConnectorMetadata.register(StepPlan)
 KVConnectorWorkerMetadata.register(WorkerReport)
 KVConnectorHandshakeMetadata.register(WorkerFacts)
 
+# A MultiConnector finds the counters of its connectors by name, in the front end too.
+with contextlib.suppress(ValueError):  # that name is registered already
+    KVConnectorFactory.register_connector("KvferryConnector", __name__, "KvferryConnector")
+
 _log = logging.getLogger("vllm.kvferry")
 
 _SOURCES = {Tier.MEMORY: CacheHitSource.HOST}
 GENERATION_BYTES = 16
+MAX_INTRODUCTIONS = 16  # a scheduler side that has not understood by then does without the cache
 FIRST_CONNECT_S = 0.25  # once in a worker's life
 
 
@@ -87,6 +94,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._ranks = int(vllm_config.parallel_config.world_size)
         self._pins = Pins(ranks=self._ranks)
         self._announced = Announced()
+        self._introductions = Introductions(ranks=self._ranks)
+        self._introduced = 0
         self._adapters: AdapterDigests | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -161,8 +170,11 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(lambda self, plan: self._decline(plan))
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """The earliest hook of a step: loads must not wait behind its forward pass."""
-        if self._worker is not None and isinstance(kv_connector_metadata, StepPlan):
-            self._worker.begin_step(kv_connector_metadata)
+        if isinstance(kv_connector_metadata, StepPlan):
+            if kv_connector_metadata.assignment is not None:  # the scheduler side knows who this is
+                self._introduced = MAX_INTRODUCTIONS
+            if self._worker is not None:
+                self._worker.begin_step(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Also begins the step, for runners that skip the hook above. Doing it twice changes nothing."""
@@ -199,7 +211,13 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(lambda self: self._worker.report() if self._worker else None)
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """What else the scheduler side must hear."""
-        return self._worker.report() if self._worker is not None else None
+        report = self._worker.report() if self._worker is not None else None
+        if self._facts is None or self._introduced >= MAX_INTRODUCTIONS:
+            return report
+        self._introduced += 1
+        report = report or WorkerReport()
+        report.facts.append(self._facts)
+        return report
 
     def _decline(self, plan: KVConnectorMetadata | None) -> None:
         """With the side switched off, whatever vLLM waits for is still answered."""
@@ -215,8 +233,14 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The workers' facts are here: from now on requests are looked up."""
         if self._unsupported is not None or self._scheduler is not None:
             return
+        said = [fact for _, fact in sorted(metadata.items())]
+        if any(isinstance(fact, WorkerFacts) for fact in said):  # else another connector's: ours come later
+            self._begin(said)
+
+    def _begin(self, said: Sequence[object]) -> None:
+        self._introductions.end()
         try:
-            facts = gathered_facts([fact for _, fact in sorted(metadata.items())], ranks=self._ranks)
+            facts = gathered_facts(said, ranks=self._ranks)
             assignment = self._assign(facts)
         except KvferryError as error:
             _log.warning("kvferry: served without the shared cache: %s", error)
@@ -267,7 +291,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How much more of the prompt can be loaded; (None, False) while the node has not answered."""
         if self._scheduler is None:
-            return 0, False
+            waits = self._unsupported is None and self._introductions.pending(now=time.monotonic())
+            return (None if waits else 0), False
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
     @guarded(lambda self, request, blocks, external: self._announce(request, blocks, external))
@@ -320,9 +345,11 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(lambda self, output: self._settle_pins(output))
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """What the workers finished."""
-        if self._scheduler is None:
-            return
         report = connector_output.kv_connector_worker_meta
+        if self._scheduler is None:
+            if isinstance(report, WorkerReport) and (facts := self._introductions.hear(report.facts)):
+                self._begin(facts)
+            return
         if isinstance(report, WorkerReport):
             self._scheduler.absorb(report)
         for request_id in connector_output.finished_recving or ():

@@ -1,7 +1,7 @@
 """What a worker finds out about its own KV memory, for the namespace."""
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvferry.engines.vllm.layout import BlockLayout
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _AUTO = "auto"
+INTRODUCTION_WAIT_S = 5.0
 
 
 def worker_facts(
@@ -37,15 +38,46 @@ def worker_facts(
 def gathered_facts(said: Sequence[object], *, ranks: int) -> list[WorkerFacts]:
     """Every rank's facts, in rank order. Raises KvferryError where a rank has none, or a problem."""
     facts = [one for one in said if isinstance(one, WorkerFacts)]
-    if len(facts) != ranks:  # vLLM's MultiConnector passes on what the first of its connectors says
-        raise KvferryError(
-            f"{len(facts)} of {ranks} workers described their KV memory; "
-            "in a MultiConnector, list kvferry first"
-        )
     for fact in facts:
         if fact.problem:
             raise KvferryError(fact.problem)
+    if len(facts) != ranks:
+        raise KvferryError(f"{len(facts)} of {ranks} workers described their KV memory")
     return facts
+
+
+class Introductions:
+    """Facts that come with the workers' first reports.
+
+    vLLM's MultiConnector passes on one connector's handshake, the first that has one: where that is another
+    connector's, the engine's first step says what the handshake did not.
+    """
+
+    def __init__(self, *, ranks: int) -> None:
+        self._ranks = ranks
+        self._heard: dict[WorkerFacts, None] = {}
+        self._give_up_at: float | None = None
+        self._over = False
+
+    def pending(self, *, now: float) -> bool:
+        """Whether a request should wait for them: from the first that asks on, and not for long."""
+        if self._give_up_at is None:
+            self._give_up_at = now + INTRODUCTION_WAIT_S
+        return not self._over and now < self._give_up_at
+
+    def hear(self, facts: Iterable[WorkerFacts]) -> list[WorkerFacts] | None:
+        """Every rank's, once, in rank order, as soon as they are complete or one says what is wrong."""
+        if self._over:
+            return None
+        self._heard.update(dict.fromkeys(facts))
+        if len(self._heard) < self._ranks and not any(fact.problem for fact in self._heard):
+            return None
+        self.end()
+        return sorted(self._heard, key=lambda fact: fact.tensor_rank)
+
+    def end(self) -> None:
+        """Known, or refused: nothing is waited for any more."""
+        self._over = True
 
 
 def _cpu_packing(config: "VllmConfig", modules: Sequence[Any]) -> str:

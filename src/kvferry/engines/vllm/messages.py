@@ -114,14 +114,23 @@ class SaveResult(NamedTuple):
 
 @dataclass
 class WorkerReport:
-    """What the ranks finished since the last step. steps: the timed steps they came through."""
+    """What the ranks finished since the last step. steps: the timed steps they came through.
+
+    facts: of ranks that were not told yet whom they serve.
+    """
 
     loads: list[LoadResult] = field(default_factory=list)
     saves: list[SaveResult] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
+    facts: list[WorkerFacts] = field(default_factory=list)
 
     def aggregate(self, other: object) -> "WorkerReport":
         """All ranks' results, one after the other."""
         if not isinstance(other, WorkerReport):
             raise BrokenError(f"a worker reported {type(other).__name__}")
-        return WorkerReport(self.loads + other.loads, self.saves + other.saves, self.steps + other.steps)
+        return WorkerReport(
+            self.loads + other.loads,
+            self.saves + other.saves,
+            self.steps + other.steps,
+            self.facts + other.facts,
+        )
