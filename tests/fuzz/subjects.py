@@ -97,6 +97,8 @@ FROM_CLIENT: tuple[wire.Message, ...] = (
         prefill=wire.Prefill(0.1, 0.2, 0.3),
         queued_s=1.5,
     ),
+    wire.Attach(namespace=NAMESPACE, part_bytes=(9, 5), chunk_tokens=16, domain="d", trailing=(0, 2)),
+    wire.Match(ticket=1, namespace=NAMESPACE, chunks=CHUNK * 3, max_wait_s=0.2),
     wire.Join(load_id=1, epoch=2, part=3),
     wire.Copied(load_id=1, part=0, chunks=(1, 2, 3)),
     wire.Reserve(ticket=1, namespace=NAMESPACE, part=0, prefix=CHUNK, chunks=CHUNK * 2),
@@ -123,6 +125,7 @@ FROM_NODE: tuple[wire.Message, ...] = (
         reason=wire.Reason.COMPLETE,
     ),
     wire.PartsReady(load_id=9, places=(wire.Place(1, 0, 8192, bytes(32)),)),
+    wire.Matched(ticket=1, count=3, reason=wire.Reason.ABSENT),
     wire.Reserved(ticket=1, places=(wire.ReservedPlace(wire.ReserveOutcome.RESERVED, 4096),)),
     wire.Document(json=b"{}"),
 )

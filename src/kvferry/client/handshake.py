@@ -125,6 +125,7 @@ class Handshake:
                     chunk_tokens=space.chunk_tokens,
                     domain=space.domain,
                     label=space.label,
+                    trailing=space.trailing,
                 )
             )
             attached = self._receive()

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvferry.errors import RefusedError
 from kvferry.node.wire import Prefill, Reason, Report, ReserveOutcome, Tier
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "LoadTicket",
     "LookupAnswer",
     "LookupRequest",
+    "MatchAnswer",
     "NamespaceInfo",
     "PartPlace",
     "Pending",
@@ -27,13 +29,18 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class NamespaceInfo:
-    """namespace: fingerprint (16 bytes). part_bytes: by part number. domain, label: for people."""
+    """namespace: fingerprint (16 bytes). part_bytes: by part number. domain, label: for people.
+
+    trailing: by part number, which chunks a boundary needs of it: 0 for all before it, n for the last n
+    (``Geometry.trailing``). Empty: all 0.
+    """
 
     namespace: bytes
     part_bytes: tuple[int, ...]
     chunk_tokens: int
     domain: str
     label: str = ""
+    trailing: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,7 @@ class LookupRequest:
     """chunks: digests of all chunks of the prompt that may be reused, from the prompt's start.
 
     first_chunk: how many of them the engine has itself. prompt_tokens: of the whole prompt.
+    prefill: all zero to load whatever is there, whatever recomputing it would cost.
     queued_s: GPU seconds of requests that wait. deadline_cap_s: 0 takes the node's setting.
     """
 
@@ -63,6 +71,8 @@ class PartPlace(NamedTuple):
 class LoadTicket(NamedTuple):
     """One rank's share of a load. places[i] is chunk first_chunk + i; None while it is in flight.
 
+    first_chunk: the first that the load needs of this part; that of another part may be another.
+
     deadline: absolute ``time.monotonic()`` seconds (the same clock in every process of a host).
     """
 
@@ -80,8 +90,9 @@ class LookupAnswer:
     """count chunks from first_chunk on can be loaded; 0 with the reason when none can.
 
     tiers: a ``Tier`` per counted chunk. parts: per counted chunk a tuple over part numbers; None while
-    in flight. A load_id that is not 0 must be given to ``SchedulerClient.end`` exactly once.
+    in flight or not needed. A load_id that is not 0 must be given to ``SchedulerClient.end`` exactly once.
     deadline_s, stall_s: seconds, from the answer. deadline: the same as absolute monotonic seconds.
+    trailing: as in the ``NamespaceInfo``.
     """
 
     request_id: str
@@ -95,13 +106,43 @@ class LookupAnswer:
     stall_s: float
     deadline: float
     reason: Reason
+    trailing: tuple[int, ...] = ()
 
-    def ticket(self, part: int, *, count: int | None = None) -> LoadTicket:
-        """What the worker that needs this part number is given. count: load only so many chunks."""
-        places = tuple(chunk[part] for chunk in self.parts[:count])
+    @property
+    def all_or_nothing(self) -> bool:
+        """Whether the load serves only when every ticket's stream ended with COMPLETE.
+
+        Else what came of all parts before the first failure serves as well.
+        """
+        return any(self.trailing)
+
+    def start(self, part: int) -> int:
+        """How many of the counted chunks, from the first, the load does not need of this part number."""
+        trailing = self.trailing[part] if self.trailing else 0
+        return max(0, self.count - trailing) if trailing else 0
+
+    def ticket(self, part: int, *, skip: int = 0, count: int | None = None) -> LoadTicket:
+        """What the worker that needs this part number is given: from the first chunk that it needs on.
+
+        skip: so many of the counted chunks the engine has itself by now. count: load only so many of
+        them. RefusedError for fewer than there are when ``all_or_nothing``: that is another boundary.
+        """
+        end = self.count if count is None else min(count, self.count)
+        if end < self.count and self.all_or_nothing:
+            raise RefusedError(f"a load of {self.count} chunks serves as a whole only, not {end} of them")
+        start = min(max(skip, self.start(part)), end)
+        places = tuple(chunk[part] for chunk in self.parts[start:end])
         return LoadTicket(
-            self.load_id, self.epoch, self.first_chunk, part, places, self.deadline, self.stall_s
+            self.load_id, self.epoch, self.first_chunk + start, part, places, self.deadline, self.stall_s
         )
+
+
+@dataclass(frozen=True, slots=True)
+class MatchAnswer:
+    """So many leading chunks could be loaded. reason: why not more, COMPLETE when it is all."""
+
+    count: int
+    reason: Reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """The scheduler side of an engine: asks how far a prefix reaches, without ever blocking."""
 
+import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from kvferry.client.handshake import Identity
 from kvferry.client.messages import (
     LookupAnswer,
     LookupRequest,
+    MatchAnswer,
     NamespaceInfo,
     PartPlace,
     Reason,
@@ -19,7 +21,17 @@ from kvferry.client.messages import (
 from kvferry.errors import KvferryError, RefusedError
 from kvferry.identity.names import DIGEST_BYTES
 from kvferry.node.framing import LENGTH, decode_from_client, encode
-from kvferry.node.wire import MAX_CHUNKS, Answer, EndLoad, FromNode, Lookup, Role, Welcome
+from kvferry.node.wire import (
+    MAX_CHUNKS,
+    Answer,
+    EndLoad,
+    FromNode,
+    Lookup,
+    Match,
+    Matched,
+    Role,
+    Welcome,
+)
 
 MAX_UNCLAIMED = 4096
 MAX_LOOKUP_WAIT_S = 0.4  # with the grace, less than the half second that a fault may cost
@@ -38,6 +50,14 @@ class _Waiting:
     unsent: Lookup | None = None
 
 
+@dataclass(slots=True)
+class _Matching:
+    """A call of ``match`` that waits. unsent: as above."""
+
+    unsent: Match | None = None
+    answer: MatchAnswer | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerStatistics:
     """Since start. answered: by reason."""
@@ -50,7 +70,7 @@ class SchedulerStatistics:
 
 
 class SchedulerClient:
-    """One per engine process. Every method returns at once and raises nothing for a lost node."""
+    """One per engine process. Every method but ``match`` returns at once; none raises for a lost node."""
 
     def __init__(
         self,
@@ -71,11 +91,13 @@ class SchedulerClient:
         self._tickets = 0
         self._waiting: dict[str, _Waiting] = {}
         self._answers: OrderedDict[str, LookupAnswer] = OrderedDict()
+        self._matching: dict[int, _Matching] = {}
         self._lookups = 0
         self._answered: dict[str, int] = {}
         identity = Identity(role=Role.SCHEDULER, engine=engine, token=token, namespace=namespace, group=group)
         self._connection = NodeConnection(Path(socket_path), identity, self, clock=clock)
         self._lock = self._connection.lock
+        self._matched = threading.Condition(self._lock)
         self._connection.start()
 
     @property
@@ -142,6 +164,48 @@ class SchedulerClient:
             self._answered[Reason.TIMEOUT.value] = self._answered.get(Reason.TIMEOUT.value, 0) + 1
             return _nothing(request_id, waiting.first_chunk, Reason.TIMEOUT)
 
+    def match(self, chunks: Sequence[bytes]) -> MatchAnswer:
+        """How many of these chunks could be loaded now. Waits for the answer, from any thread, bounded.
+
+        chunks: digests, from the prompt's start. Nothing is pinned for it: what a load brings may be less.
+        """
+        give_up = self._clock() + self._match_wait_s + GRACE_S
+        with self._lock:
+            self._tickets += 1
+            ticket = self._tickets
+            asked = Match(
+                ticket=ticket,
+                namespace=self._namespace.namespace,
+                chunks=b"".join(chunks[:MAX_CHUNKS]),
+                max_wait_s=self._match_wait_s,
+            )
+            if self._connection.breaker.is_open:
+                self._connection.knock()
+                return MatchAnswer(0, Reason.BREAKER)
+            if not _acceptable(asked):
+                return MatchAnswer(0, Reason.REFUSED)
+            matching = _Matching()
+            if not self._connection.send(asked):
+                if not self._connection.knock():
+                    return MatchAnswer(0, Reason.NODE_DOWN)
+                matching.unsent = asked
+            self._matching[ticket] = matching
+            while matching.answer is None:
+                left = give_up - self._clock()
+                self._connection.pump_all()
+                if matching.answer is None:
+                    if left <= 0:
+                        del self._matching[ticket]
+                        self._connection.silent()
+                        return MatchAnswer(0, Reason.TIMEOUT)
+                    self._matched.wait(left)
+            return matching.answer
+
+    @property
+    def _match_wait_s(self) -> float:
+        """Asked for once per request, before anybody knows what a hit would save."""
+        return max(self._wait_s, UNMEASURED_LOOKUP_WAIT_S)
+
     def cancel(self, request_id: str) -> None:
         """Forget a lookup; a load that its answer brings is ended."""
         with self._lock:
@@ -189,9 +253,16 @@ class SchedulerClient:
             if waiting.unsent is not None:
                 asked, waiting.unsent = waiting.unsent, None
                 self._connection.send(asked)
+        for matching in list(self._matching.values()):
+            if matching.unsent is not None:
+                question, matching.unsent = matching.unsent, None
+                self._connection.send(question)
 
     def message(self, message: FromNode) -> None:
         """See ``connection.Listener``."""
+        if isinstance(message, Matched):
+            self._settle(message.ticket, MatchAnswer(message.count, message.reason))
+            return
         if not isinstance(message, Answer):
             return
         waiting = self._waiting.get(message.request_id)
@@ -206,12 +277,20 @@ class SchedulerClient:
         """See ``connection.Listener``. Loads of answers that nobody fetched yet are gone too."""
         del reason
         self._epoch = 0
+        for ticket in list(self._matching):
+            self._settle(ticket, MatchAnswer(0, Reason.NODE_DOWN))
         lost = [(request_id, waiting.first_chunk) for request_id, waiting in self._waiting.items()]
         lost += [(answer.request_id, answer.first_chunk) for answer in self._answers.values()]
         self._waiting.clear()
         self._answers.clear()
         for request_id, first_chunk in lost:
             self._answer_none(request_id, first_chunk, Reason.NODE_DOWN)
+
+    def _settle(self, ticket: int, answer: MatchAnswer) -> None:
+        matching = self._matching.pop(ticket, None)
+        if matching is not None:
+            matching.answer = answer
+            self._matched.notify_all()
 
     def _worth_waiting_s(self, request: LookupRequest) -> float:
         """A wait for Valkey that is small beside what it may save: a lost hit costs a whole recompute."""
@@ -264,6 +343,7 @@ class SchedulerClient:
             stall_s=message.stall_s,
             deadline=self._clock() + message.deadline_s,
             reason=message.reason,
+            trailing=self._namespace.trailing,
         )
 
     def _answer_none(self, request_id: str, first_chunk: int, reason: Reason) -> None:
@@ -275,9 +355,9 @@ class SchedulerClient:
             self.end(self._answers.popitem(last=False)[1].load_id)
 
 
-def _acceptable(message: Lookup | Report) -> bool:
+def _acceptable(message: Lookup | Match | Report) -> bool:
     """Whether a node would take it: one bad value must not cost the connection."""
-    if isinstance(message, Lookup) and len(message.chunks) % DIGEST_BYTES:
+    if isinstance(message, Lookup | Match) and len(message.chunks) % DIGEST_BYTES:
         return False
     try:
         decode_from_client(encode(message)[LENGTH.size :])

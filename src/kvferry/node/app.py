@@ -34,6 +34,7 @@ from kvferry.node.wire import (
     Hello,
     Join,
     Lookup,
+    Match,
     Ping,
     Pong,
     Report,
@@ -96,6 +97,8 @@ class App:
                 self.loads.copied(load_id, part, chunks)
             case Lookup():
                 self.lookups.lookup(connection, message, self._space(connection, message.namespace))
+            case Match():
+                self.lookups.match(connection, message, self._space(connection, message.namespace))
             case Join(load_id=load_id, epoch=epoch, part=part):
                 self.loads.join(connection, load_id, epoch=epoch, part=part)
             case EndLoad(load_id=load_id):
@@ -168,8 +171,14 @@ class App:
             chunk_tokens=message.chunk_tokens,
             domain=message.domain,
             label=message.label,
+            trailing=message.trailing if any(message.trailing) else (),
         )
         try:
+            if len(message.trailing) not in (0, len(message.part_bytes)):
+                raise RefusedError(
+                    f"trailing has {len(message.trailing)} numbers for {len(message.part_bytes)} parts: "
+                    "give one for each part, or none"
+                )
             self._check_domain(space)
             if len(spaces) >= MAX_NAMESPACES_PER_CONNECTION:
                 raise RefusedError(f"a connection has {MAX_NAMESPACES_PER_CONNECTION} namespaces at most")
@@ -177,8 +186,8 @@ class App:
             if known is not None and replace(known, label=space.label) != space:
                 raise RefusedError(
                     f"namespace {message.namespace.hex()} is in use with other sizes: {known.chunk_tokens} "
-                    f"tokens and {known.part_bytes} bytes per chunk, not {space.chunk_tokens} and "
-                    f"{space.part_bytes}"
+                    f"tokens, {known.part_bytes} bytes per chunk and trailing {known.trailing}, not "
+                    f"{space.chunk_tokens}, {space.part_bytes} and {space.trailing}"
                 )
             self.state.catalogue.register(space.namespace, space.part_bytes, space.domain)
         except RefusedError as refusal:

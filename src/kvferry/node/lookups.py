@@ -15,7 +15,7 @@ from kvferry.node.loop import Timer
 from kvferry.node.recency import RecencyRefresh
 from kvferry.node.server import Connection
 from kvferry.node.state import Namespace, NodeState
-from kvferry.node.wire import Answer, Lookup, Reason, Tier
+from kvferry.node.wire import Answer, Lookup, Match, Matched, Reason, Tier
 from kvferry.pool.entries import Owner, Slot
 from kvferry.tiers.contract import Outcome
 
@@ -96,6 +96,13 @@ class Lookups:
         self._pending.setdefault(connection, {})[lookup] = None
         self._chunks[connection] += len(prompt)
         self._probe(lookup)
+
+    def match(self, connection: Connection, asked: Match, space: Namespace) -> None:
+        """Say how far memory reaches."""
+        chunks = split_digests(asked.chunks)
+        count = self._state.catalogue.run(space.namespace, chunks)
+        reason = Reason.COMPLETE if count == len(chunks) else Reason.ABSENT
+        connection.send(Matched(ticket=asked.ticket, count=count, reason=reason))
 
     def _over_limit(self, connection: Connection, chunks: int) -> bool:
         """Whether this connection, or all together, ask for more than the node keeps track of."""

@@ -25,13 +25,14 @@ MAX_REMEMBERED_EVICTIONS = 65536
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """As an engine attached it. A part of 0 bytes does not exist."""
+    """As an engine attached it. A part of 0 bytes does not exist. trailing: empty when all are 0."""
 
     namespace: bytes
     part_bytes: tuple[int, ...]
     chunk_tokens: int
     domain: str
     label: str
+    trailing: tuple[int, ...] = ()
 
     @property
     def tag(self) -> bytes:

@@ -142,19 +142,26 @@ class Hello(Message, frozen=True):
 
 
 class Attach(Message, frozen=True):
-    """Declare a namespace. part_bytes: by part number; 0 for a part that does not exist."""
+    """Declare a namespace. part_bytes: by part number; 0 for a part that does not exist.
+
+    trailing: by part number, which chunks a boundary needs of it: 0 for all before it, n for the last n.
+    Empty: all 0.
+    """
 
     namespace: Namespace
     part_bytes: Annotated[tuple[PartSize, ...], Meta(min_length=1, max_length=MAX_PARTS)]
     chunk_tokens: Annotated[int, Meta(gt=0, le=1 << 20)]
     domain: Text
     label: Text = ""
+    trailing: Annotated[tuple[Count, ...], Meta(max_length=MAX_PARTS)] = ()
 
 
 class Lookup(Message, frozen=True):
     """How far does this prefix reach? chunks: all of the prompt's; loading starts at first_chunk.
 
     ticket: comes back in the answer.
+    prefill: all zero when the engine has measured nothing, or wants whatever is there: nothing is weighed
+    against recomputing then, and only the deadline cap bounds the load.
     queued_s: GPU seconds of requests waiting behind this one. max_wait_s: answer within this time.
     deadline_cap_s: 0 takes the node's setting.
     """
@@ -169,6 +176,15 @@ class Lookup(Message, frozen=True):
     queued_s: Seconds = 0.0
     max_wait_s: Seconds = 0.05
     deadline_cap_s: Seconds = 0.0
+
+
+class Match(Message, frozen=True):
+    """How many of these chunks, the whole prompt's, could be loaded now? Nothing is pinned or fetched."""
+
+    ticket: Count
+    namespace: Namespace
+    chunks: Digests
+    max_wait_s: Seconds = 0.05
 
 
 class Join(Message, frozen=True):
@@ -298,6 +314,7 @@ class Attached(Message, frozen=True):
 class Answer(Message, frozen=True):
     """count chunks from first_chunk on are being loaded. ready: those in the pool now, pinned.
 
+    Of a part with n trailing chunks only the last n of them are (``Attach.trailing``).
     tiers: one byte per counted chunk (``Tier``). load_id is 0 when count is 0.
     deadline_s, stall_s: from the moment of the answer.
     """
@@ -312,6 +329,14 @@ class Answer(Message, frozen=True):
     ready: tuple[Place, ...]
     deadline_s: float
     stall_s: float
+    reason: Reason
+
+
+class Matched(Message, frozen=True):
+    """Answer to Match. reason: why it is not more, COMPLETE when it is all."""
+
+    ticket: Count
+    count: Count
     reason: Reason
 
 
@@ -353,6 +378,7 @@ FromClient = (
     Hello
     | Attach
     | Lookup
+    | Match
     | Join
     | Copied
     | Corrupt
@@ -366,4 +392,6 @@ FromClient = (
     | DropQuery
     | Ping
 )
-FromNode = Welcome | Refusal | Attached | Answer | PartsReady | LoadEnded | Reserved | Document | Pong
+FromNode = (
+    Welcome | Refusal | Attached | Answer | Matched | PartsReady | LoadEnded | Reserved | Document | Pong
+)
