@@ -1,0 +1,359 @@
+"""A small blocking client: match, load and save, for engines that call from threads of their own.
+
+Any thread may call. A call takes a bounded time: it waits for the node's answer (``SchedulerClient``),
+for the load's deadline (the node's, at most ``deadline_s``) and its stall timeout, or for reservations
+(``RESERVE_S``); what the callbacks take comes on top. A node that is lost, silent or full costs no
+exception: the call returns less, and ``statistics`` says why.
+"""
+
+import itertools
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.client.forks import fork_safe_lock
+from kvferry.client.messages import (
+    LoadEnd,
+    LookupAnswer,
+    LookupRequest,
+    NamespaceInfo,
+    Pending,
+    Prefill,
+    ReadyPart,
+    Reason,
+    ReservedSlot,
+    ReserveOutcome,
+)
+from kvferry.client.scheduler import SchedulerClient
+from kvferry.client.stream import LoadStream
+from kvferry.client.worker import WorkerClient
+from kvferry.identity.stripes import part_checksums
+
+DEADLINE_S = 10.0
+RESERVE_S = 2.0  # for one reservation; a node that lets it pass opens the breaker, and the save ends
+ASK_AGAIN_S = 0.0005
+PART_WAIT_S = 0.01  # for one part, before the others are looked at again
+BATCH_BYTES = 64 << 20  # reserved at a time
+POOL_DIVISOR = 8  # and at most this fraction of the pool: a node lets one connection hold a quarter unfilled
+MAX_ENGINE = 256  # characters of the engine's label in a request's id
+
+UNWEIGHED = Prefill(0.0, 0.0, 0.0)  # load whatever is there: the caller has nothing better to do
+
+Into = Callable[[int, int, memoryview], None]
+Fill = Callable[[int, int, memoryview], None]
+Has = Callable[[int, int], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatistics:
+    """Since start. loads: calls. loaded_chunks, loaded_bytes: whole and verified ones.
+
+    ended: loads by why they reached no further, "complete" for those that brought all that was asked for.
+    declined: parts that were not stored, by ``ReserveOutcome``; "full" also counts those that a node that is
+    gone or silent gave no place.
+    """
+
+    connected: bool
+    loads: int
+    loaded_chunks: int
+    loaded_bytes: int
+    ended: dict[str, int]
+    saves: int
+    stored_parts: int
+    stored_bytes: int
+    declined: dict[str, int]
+
+
+class PrefixStore:
+    """One namespace of one node. ``close`` it; its threads are daemons."""
+
+    def __init__(
+        self,
+        *,
+        socket_path: Path | str,
+        engine: str,
+        namespace: NamespaceInfo,
+        token: str = "",
+        group: int | None = None,
+        deadline_s: float = DEADLINE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """engine: names this process to people. deadline_s: of a load; the node's setting if that is less."""
+        self._namespace = namespace
+        self._parts = [part for part, nbytes in enumerate(namespace.part_bytes) if nbytes]
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._requests = (f"{engine[:MAX_ENGINE]}/{os.getpid()}/{n}" for n in itertools.count(1))
+        self._lock = fork_safe_lock()
+        self._loads = self._loaded_chunks = self._loaded_bytes = 0
+        self._saves = self._stored_parts = self._stored_bytes = 0
+        self._ended: Counter[str] = Counter()
+        self._declined: Counter[str] = Counter()
+        self._scheduler = SchedulerClient(
+            socket_path=socket_path, engine=engine, namespace=namespace, token=token, group=group, clock=clock
+        )
+        self._worker = WorkerClient(
+            socket_path=socket_path,
+            engine=engine,
+            rank=0,
+            namespace=namespace,
+            token=token,
+            group=group,
+            clock=clock,
+        )
+
+    def wait_connected(self, timeout_s: float) -> bool:
+        """Wait for a node, for tests and start-up reports; nothing else needs it."""
+        give_up = self._clock() + timeout_s
+        connected = self._scheduler.wait_connected(timeout_s)
+        return connected and self._worker.wait_connected(max(0.0, give_up - self._clock()))
+
+    @property
+    def last_error(self) -> str:
+        """Why there is no node; empty while there is one, or before the first attempt."""
+        return self._worker.last_error
+
+    def load(self, digests: Sequence[bytes], into: Into, *, first: int = 0) -> int:
+        """Bring chunks from ``first`` on; how many of them, without a gap, are whole and verified.
+
+        digests: of all the prompt's chunks. ``into(chunk, part, view)`` copies out of the pool's memory and
+        writes nothing there. It is called before the bytes are verified, so only chunks that the returned
+        number counts may be used: those beyond may have been copied partly or wrongly. Parts of different
+        chunks mix.
+
+        What ``into`` raises ends the load, leaves nothing pinned, and is raised here.
+        """
+        answer = self._ask(digests, first)
+        whole, reason = 0, answer.reason
+        try:
+            if answer.count:
+                reason = Reason.FAILED  # unless the callback comes through
+                whole, reason = self._run(answer, into)
+        finally:
+            with self._lock:
+                self._loads += 1
+                self._loaded_chunks += whole
+                self._loaded_bytes += whole * sum(self._namespace.part_bytes)
+                self._ended[reason.value] += 1
+        return whole
+
+    def save(
+        self, prefix: Sequence[bytes], digests: Sequence[bytes], fill: Fill, *, has: Has | None = None
+    ) -> int:
+        """Store chunks; how many of them, without a gap, the node holds now, stored before or by this call.
+
+        prefix: digests of the chunks before them. ``fill(position, part, view)`` writes all of the part of
+        ``digests[position]`` into the pool's memory. has: which parts there are; None: all. A part that
+        another is storing just now counts as not held; one that there is no room for, and the loss of the
+        node, end the save.
+
+        What ``fill`` raises ends the save, gives back what is not filled, and is raised here.
+        """
+        held: set[int] = set()
+        at = 0
+        epoch = None
+        try:
+            while at < len(digests):
+                batch = _Batch(self._worker, self._parts, first=at, has=has)
+                batch.reserve([*prefix, *digests[:at]], digests[at : at + self._batch_chunks()])
+                epoch = epoch or self._worker.epoch
+                try:
+                    at = batch.fill(fill)
+                finally:
+                    self._count_saved(batch)
+                held |= batch.held
+                if batch.lost or not self._worker.connected or self._worker.epoch != epoch:
+                    return 0  # and what it held before with it
+                if batch.full and not batch.stored_parts:
+                    break  # and not just what one connection may reserve at a time
+        finally:
+            with self._lock:
+                self._saves += 1
+        return next(n for n in itertools.count() if n not in held)
+
+    def statistics(self) -> StoreStatistics:
+        """A snapshot."""
+        connected = self._scheduler.connected and self._worker.connected
+        with self._lock:
+            return StoreStatistics(
+                connected=connected,
+                loads=self._loads,
+                loaded_chunks=self._loaded_chunks,
+                loaded_bytes=self._loaded_bytes,
+                ended=dict(self._ended),
+                saves=self._saves,
+                stored_parts=self._stored_parts,
+                stored_bytes=self._stored_bytes,
+                declined=dict(self._declined),
+            )
+
+    def close(self) -> None:
+        """Idempotent; joins the threads. Later calls find and store nothing."""
+        self._scheduler.close()
+        self._worker.close()
+
+    def _ask(self, digests: Sequence[bytes], first: int) -> LookupAnswer:
+        with self._lock:
+            request_id = next(self._requests)
+        self._scheduler.lookup(
+            LookupRequest(
+                request_id=request_id,
+                chunks=digests,
+                first_chunk=first,
+                prompt_tokens=len(digests) * self._namespace.chunk_tokens,
+                prefill=UNWEIGHED,
+                deadline_cap_s=self._deadline_s,
+            )
+        )
+        while (answer := self._scheduler.poll(request_id)) is None:  # which gives up by itself
+            time.sleep(ASK_AGAIN_S)
+        return answer
+
+    def _run(self, answer: LookupAnswer, into: Into) -> tuple[int, Reason]:
+        try:
+            whole, ended = _Load(answer).run(self._worker, self._parts, into)
+        finally:
+            self._scheduler.end(answer.load_id)
+        return whole, answer.reason if ended is Reason.COMPLETE else ended
+
+    def _batch_chunks(self) -> int:
+        mapping = self._worker.mapping
+        nbytes = BATCH_BYTES if mapping is None else min(BATCH_BYTES, mapping.nbytes // POOL_DIVISOR)
+        return max(1, nbytes // max(1, sum(self._namespace.part_bytes)))
+
+    def _count_saved(self, batch: "_Batch") -> None:
+        with self._lock:
+            self._stored_parts += batch.stored_parts
+            self._stored_bytes += batch.stored_bytes
+            self._declined.update(batch.declined)
+
+
+class _Load:
+    """One load, all parts in one thread: whatever part is there is copied next."""
+
+    def __init__(self, answer: LookupAnswer) -> None:
+        self._answer = answer
+        self._last = answer.first_chunk + answer.count
+        self._next: dict[int, int] = {}  # of parts that go on, the chunk that comes next
+        self._end = LoadEnd(Reason.COMPLETE, self._last)
+
+    def run(self, worker: WorkerClient, parts: Sequence[int], into: Into) -> tuple[int, Reason]:
+        """Whole leading chunks, and why there are no more of those that were promised."""
+        with ExitStack() as opened:
+            streams: dict[int, LoadStream] = {}
+            for part in parts:
+                stream = streams[part] = worker.load(self._answer.ticket(part))
+                opened.callback(stream.close)
+                self._next[part] = stream.ticket.first_chunk
+            while self._next:
+                took = [self._take(streams[part], into, wait_s=0.0) for part in list(self._next)]
+                if not any(took):
+                    behind = min(self._next, key=self._next.__getitem__)  # which the node serves first
+                    self._take(streams[behind], into, wait_s=PART_WAIT_S)
+        return self._end.chunk - self._answer.first_chunk, self._end.reason
+
+    def _take(self, stream: LoadStream, into: Into, *, wait_s: float) -> bool:
+        """Whether something happened."""
+        step = stream.next(wait_s)
+        if isinstance(step, Pending):
+            return False
+        if isinstance(step, LoadEnd):
+            self._ended(stream, step)
+        else:
+            self._copy(stream, step, into)
+        return True
+
+    def _copy(self, stream: LoadStream, ready: ReadyPart, into: Into) -> None:
+        into(ready.index, stream.ticket.part, ready.view)
+        # After the copy: a slot that was given to someone else meanwhile cannot pass.
+        if part_checksums(ready.view) == ready.checksums:
+            stream.copied(ready.index)
+            self._next[stream.ticket.part] = ready.index + 1
+        else:
+            stream.corrupt(ready.index)
+            self._ended(stream, LoadEnd(Reason.CORRUPT, ready.index))
+
+    def _ended(self, stream: LoadStream, end: LoadEnd) -> None:
+        """One part ends there; the first end of all decides."""
+        del self._next[stream.ticket.part]
+        if end.chunk < self._end.chunk:
+            self._end = end
+
+
+class _Batch:
+    """Some chunks of one save, reserved together and filled chunk by chunk.
+
+    held: positions of chunks all of whose parts are in the node. full: one had no room. lost: the slots went
+    with their connection.
+    """
+
+    def __init__(self, worker: WorkerClient, parts: Sequence[int], *, first: int, has: Has | None) -> None:
+        self._worker = worker
+        self._parts = parts
+        self._first = self._last = first
+        self._has = has
+        self._slots: dict[tuple[int, int], ReservedSlot] = {}  # by position and part
+        self.held: set[int] = set()
+        self.full = self.lost = False
+        self.stored_parts = self.stored_bytes = 0
+        self.declined: Counter[str] = Counter()
+
+    def reserve(self, prefix: Sequence[bytes], digests: Sequence[bytes]) -> None:
+        """Ask for a slot for every part that there is."""
+        self._last = self._first + len(digests)
+        for part in self._parts:
+            positions = [
+                at for at in range(self._first, self._last) if self._has is None or self._has(at, part)
+            ]
+            wanted = [digests[at - self._first] for at in positions]
+            if wanted:
+                slots = self._worker.reserve(prefix, wanted, part=part, timeout_s=RESERVE_S)
+                self._slots.update(((positions[slot.index], part), slot) for slot in slots)
+
+    def fill(self, fill: Fill) -> int:
+        """Fill and publish; the position that there was no room for, or the one after the last."""
+        try:
+            for position in range(self._first, self._last):
+                outcomes = {self._fill_one(position, part, fill) for part in self._parts}
+                if outcomes <= {ReserveOutcome.EXISTS, None}:
+                    self.held.add(position)
+                if outcomes & {ReserveOutcome.FULL, ReserveOutcome.TOO_LARGE}:
+                    self.full = True
+                    return position
+            return self._last
+        finally:
+            self._give_back()
+
+    def _fill_one(self, position: int, part: int, fill: Fill) -> ReserveOutcome | None:
+        """EXISTS when the part is in the node; None when there is no such part."""
+        slot = self._slots.pop((position, part), None)
+        if slot is None:
+            return None
+        outcome = slot.outcome
+        if slot.view is not None:
+            try:
+                fill(position, part, slot.view)
+            except BaseException:
+                self._worker.abandon(part, [slot.digest])
+                raise
+            if self._worker.commit(part, [(slot.digest, part_checksums(slot.view))]):
+                self.stored_parts += 1
+                self.stored_bytes += slot.view.nbytes
+                return ReserveOutcome.EXISTS
+            self.lost = True
+            outcome = ReserveOutcome.FULL
+        if outcome is not ReserveOutcome.EXISTS:
+            self.declined[outcome.value] += 1
+        return outcome
+
+    def _give_back(self) -> None:
+        """What was reserved and is not filled."""
+        left, self._slots = self._slots, {}
+        for part in self._parts:
+            digests = [slot.digest for (_, of), slot in left.items() if of == part and slot.view is not None]
+            if digests:
+                self._worker.abandon(part, digests)
