@@ -141,6 +141,7 @@ class StepOutput:
     num_scheduled_tokens: dict[str, int]
     kv_connector_block_state: "StepOutput | None" = None
     tables: dict[str, list[int]] = field(default_factory=dict)
+    has_sync_kv_loads: bool = False
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Of the one group."""

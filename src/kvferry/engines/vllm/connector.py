@@ -273,6 +273,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             pins=self._pins,
             prefill=PrefillWatch(),
             deadline_cap_s=self._settings.deadline_cap_ms / 1000,
+            steps_in_flight=int(self._vllm_config.max_concurrent_batches),
         )
         _log.info(
             "kvferry: chunks of %d tokens (%.1f MB), namespace %s, node at %s",

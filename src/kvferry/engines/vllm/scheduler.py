@@ -1,4 +1,7 @@
-"""The scheduler side: asks the node, plans loads and saves, keeps the engine's books. Never blocks."""
+"""The scheduler side: asks the node, plans loads and saves, keeps the engine's books.
+
+Never blocks: only a step of an engine that runs nothing stands still for an answer, for some milliseconds.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,8 +16,9 @@ from kvferry.engines.planning import (
     plan_lookup,
     tokens_by_tier,
 )
-from kvferry.engines.vllm.asker import Asker
+from kvferry.engines.vllm.asker import Asker, Patience
 from kvferry.engines.vllm.counters import Counts, failure
+from kvferry.engines.vllm.foreign import ForeignLoads
 from kvferry.engines.vllm.messages import (
     Assignment,
     LoadResult,
@@ -54,6 +58,7 @@ class SchedulerSide:
         pins: Pins,
         prefill: PrefillWatch,
         deadline_cap_s: float = 0.0,
+        steps_in_flight: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counts = Counts()
@@ -61,8 +66,10 @@ class SchedulerSide:
         self._geometry = geometry
         self._admission = admission
         self._client = client
+        self._patience = Patience()
         self._saves = SaveBook(pins)
         self._saving = SavePlanner(geometry, admission, self._saves)
+        self._foreign = ForeignLoads(steps_in_flight=steps_in_flight)
         self._prefill = prefill
         self._deadline_cap_s = deadline_cap_s
         self._clock = clock
@@ -178,7 +185,11 @@ class SchedulerSide:
 
     def _take_answer(self, tracked: Tracked, now: float) -> None:
         """If there is an answer by now, the request is answered, or settled when it has no chunks."""
-        answer = self._client.poll(tracked.request_id)
+        if self._patience.spent or self._runs_something():
+            answer = self._client.poll(tracked.request_id)
+        else:
+            answer = self._patience.poll(self._client, tracked.request_id)
+            now = self._clock()
         if answer is None:
             if now - tracked.asked_at > LOOKUP_MAX_S:
                 self._client.cancel(tracked.request_id)
@@ -199,6 +210,14 @@ class SchedulerSide:
             self.counts.add("misses" if answer.reason in _MISSES else "unanswered")
         self._end(answer)
         tracked.settle(answer.reason)
+
+    def _runs_something(self) -> bool:
+        return any(tracked.scheduled and not tracked.finished for tracked in self._tracked.values())
+
+    @property
+    def rested_s(self) -> float:
+        """Seconds in which an engine that ran nothing waited for answers inside a step."""
+        return self._patience.rested_s
 
     def _waited(self, tracked: Tracked, now: float, reason: Reason, *, found: int = 0) -> None:
         """The wait for an answer of so many chunks is over; ``reason`` says why it does not reach further."""
@@ -304,6 +323,7 @@ class SchedulerSide:
         """What the workers do with this step: loads that begin now, saves once its forward has run."""
         self._step += 1
         self._named_tokens = 0
+        self._patience.renew()
         if self._client.epoch != self._epoch:  # what was stored went with its node
             self._epoch = self._client.epoch
             self._saves.forget_all()
@@ -316,7 +336,8 @@ class SchedulerSide:
             tracked.scheduled = True
             scheduled.append((tracked, tokens))
             prefills.append((tokens, tracked.request.num_computed_tokens))
-        saves = self._saving.plan(scheduled, output.kv_connector_block_state)
+        sure = self._foreign.may_store(loads=output.has_sync_kv_loads)
+        saves = self._saving.plan(scheduled, output.kv_connector_block_state) if sure else ()
         timed = self._prefill.planned(self._step, prefills, now=self._clock())
         plan = StepPlan(
             step=self._step,
