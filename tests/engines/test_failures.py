@@ -6,6 +6,7 @@ import pytest
 from tests.engines.test_saving import BLOCK, Bench, EmptyNode
 
 from kvferry.client.messages import LookupAnswer, Reason
+from kvferry.engines.vllm.asker import Patience
 from kvferry.engines.vllm.counters import failure, failure_reason
 from kvferry.engines.vllm.messages import LoadResult, SaveResult, WorkerReport
 from kvferry.testing.fake_engine import FakeRequest
@@ -104,6 +105,36 @@ def test_time_that_brought_something_is_told_from_time_that_was_lost(
     assert counts.get("load_seconds") == (0.1 if count else None)
     assert counts.get("load_lost_seconds") == (0.1 if reason is Reason.STALLED else None)
     bench.side.finished(request)
+
+
+def test_an_engine_that_runs_nothing_has_its_answer_in_the_same_step(
+    bench: Bench, node: TroubledNode
+) -> None:
+    node.reason, node.unready = Reason.TIER_DOWN, 3
+    assert bench.side.matched_tokens(FakeRequest("r", list(range(3 * BLOCK + 1))), 0) == (0, False)
+    assert bench.side.rested_s > 0.0
+
+
+def test_an_engine_that_runs_something_waits_for_no_answer(bench: Bench, node: TroubledNode) -> None:
+    bench.running("running", 3 * BLOCK)
+    bench.step(running=3 * BLOCK)
+    node.unready = 3
+    asks = FakeRequest("r", list(range(3 * BLOCK + 1)))
+    for unready in (2, 1, 0):  # asked once in every step
+        assert bench.side.matched_tokens(asks, 0) == (None, False)
+        assert node.unready == unready
+    assert bench.side.rested_s == 0.0
+
+
+def test_a_step_stands_still_for_a_bounded_time_however_many_ask(bench: Bench, node: TroubledNode) -> None:
+    node.unready = 1000
+    for number in range(50):
+        asks = FakeRequest(f"r{number}", list(range(3 * BLOCK + 1)))
+        assert bench.side.matched_tokens(asks, 0) == (None, False)
+    assert 1000 - node.unready == 50 + Patience.POLLS
+    bench.step()
+    bench.side.matched_tokens(FakeRequest("next", list(range(3 * BLOCK + 1))), 0)
+    assert 1000 - node.unready == 51 + 2 * Patience.POLLS
 
 
 def _saved(bench: Bench, name: str) -> int:

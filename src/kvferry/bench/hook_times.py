@@ -11,7 +11,7 @@ from typing import Any
 
 DIRECTORY_VARIABLE = "BENCH_HOOK_TIMES"
 CONNECTOR = ("kvferry.bench.timed", "TimedConnector")
-HOOKS = (
+HOOKS: tuple[str, ...] = (
     "get_num_new_matched_tokens",
     "update_state_after_alloc",
     "build_connector_meta",

@@ -26,4 +26,4 @@ class TimedConnector(KvferryConnector):
                     setattr(self, name, stopwatch.round(getattr(self, name), at))
 
     def _rested_s(self) -> float:
-        return self._worker.rested_s if self._worker is not None else 0.0
+        return sum(side.rested_s for side in (self._worker, self._scheduler) if side is not None)
