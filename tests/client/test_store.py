@@ -82,6 +82,8 @@ def test_what_was_saved_is_loaded_bit_for_bit_by_another_store(
     assert store.statistics().stored_parts == 10
     copies = Copies()
     other = open_store(node.settings.socket_path, stack)
+    assert other.match([*chunks, *digests(2, "more")]) == 5
+    assert other.statistics().matched == {"absent": 1}
     assert other.load(chunks, copies.into) == 5
     copies.are_exact(chunks, 5)
     assert other.statistics().ended == {"complete": 1}
@@ -199,6 +201,7 @@ def test_without_a_node_nothing_is_found_or_stored_at_once(tmp_path: Path, stack
     store = open_store(tmp_path / "none.sock", stack, connected=False)
     chunks = digests(2)
     started = time.monotonic()
+    assert store.match(chunks) == 0
     assert store.load(chunks, Copies().into) == 0
     assert store.save([], chunks, filler(chunks)) == 0
     assert time.monotonic() - started < ENDS_S
@@ -217,6 +220,7 @@ def test_a_stopped_node_costs_the_call_that_meets_it_its_bound(
     process.signal(signal.SIGSTOP)
     started = time.monotonic()
     assert store.load(chunks, Copies().into) == 0
+    assert store.match(chunks) == 0
     assert store.save([], digests(2, "new"), filler(digests(2, "new"))) == 0
     assert store.load(chunks, Copies().into) == 0
     assert time.monotonic() - started < ENDS_S

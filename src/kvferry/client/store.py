@@ -50,14 +50,17 @@ Has = Callable[[int, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
-    """Since start. loads: calls. loaded_chunks, loaded_bytes: whole and verified ones.
+    """Since start. matches, loads, saves: calls. loaded_chunks, loaded_bytes: whole and verified ones.
 
-    ended: loads by why they reached no further, "complete" for those that brought all that was asked for.
+    matched, ended: matches and loads by why they reached no further (``Reason``), "complete" for those that
+    found, or brought, all that was asked for.
     declined: parts that were not stored, by ``ReserveOutcome``; "full" also counts those that a node that is
     gone or silent gave no place.
     """
 
     connected: bool
+    matches: int
+    matched: dict[str, int]
     loads: int
     loaded_chunks: int
     loaded_bytes: int
@@ -89,6 +92,8 @@ class PrefixStore:
         self._clock = clock
         self._requests = (f"{engine[:MAX_ENGINE]}/{os.getpid()}/{n}" for n in itertools.count(1))
         self._lock = fork_safe_lock()
+        self._matches = 0
+        self._matched: Counter[str] = Counter()
         self._loads = self._loaded_chunks = self._loaded_bytes = 0
         self._saves = self._stored_parts = self._stored_bytes = 0
         self._ended: Counter[str] = Counter()
@@ -117,6 +122,14 @@ class PrefixStore:
         """Why there is no node; empty while there is one, or before the first attempt."""
         return self._worker.last_error
 
+    def match(self, digests: Sequence[bytes]) -> int:
+        """How many leading chunks could be loaded now. Nothing is pinned: a load may bring less."""
+        answer = self._scheduler.match(digests)
+        with self._lock:
+            self._matches += 1
+            self._matched[answer.reason.value] += 1
+        return answer.count
+
     def load(self, digests: Sequence[bytes], into: Into, *, first: int = 0) -> int:
         """Bring chunks from ``first`` on; how many of them, without a gap, are whole and verified.
 
@@ -124,6 +137,9 @@ class PrefixStore:
         writes nothing there. It is called before the bytes are verified, so only chunks that the returned
         number counts may be used: those beyond may have been copied partly or wrongly. Parts of different
         chunks mix.
+
+        Of a part that only the last chunks before a boundary are needed of (``NamespaceInfo.trailing``) only
+        those come, and such a load brings all that it found, or 0.
 
         What ``into`` raises ends the load, leaves nothing pinned, and is raised here.
         """
@@ -137,7 +153,10 @@ class PrefixStore:
             with self._lock:
                 self._loads += 1
                 self._loaded_chunks += whole
-                self._loaded_bytes += whole * sum(self._namespace.part_bytes)
+                self._loaded_bytes += sum(
+                    max(0, whole - answer.start(part)) * self._namespace.part_bytes[part]
+                    for part in self._parts
+                )
                 self._ended[reason.value] += 1
         return whole
 
@@ -165,6 +184,7 @@ class PrefixStore:
                     at = batch.fill(fill)
                 finally:
                     self._count_saved(batch)
+                batch.settle()
                 held |= batch.held
                 if batch.lost or not self._worker.connected or self._worker.epoch != epoch:
                     return 0  # and what it held before with it
@@ -181,6 +201,8 @@ class PrefixStore:
         with self._lock:
             return StoreStatistics(
                 connected=connected,
+                matches=self._matches,
+                matched=dict(self._matched),
                 loads=self._loads,
                 loaded_chunks=self._loaded_chunks,
                 loaded_bytes=self._loaded_bytes,
@@ -254,7 +276,10 @@ class _Load:
                 if not any(took):
                     behind = min(self._next, key=self._next.__getitem__)  # which the node serves first
                     self._take(streams[behind], into, wait_s=PART_WAIT_S)
-        return self._end.chunk - self._answer.first_chunk, self._end.reason
+        whole = self._end.chunk - self._answer.first_chunk
+        if whole < self._answer.count and self._answer.all_or_nothing:
+            whole = 0
+        return whole, self._end.reason
 
     def _take(self, stream: LoadStream, into: Into, *, wait_s: float) -> bool:
         """Whether something happened."""
@@ -297,6 +322,7 @@ class _Batch:
         self._first = self._last = first
         self._has = has
         self._slots: dict[tuple[int, int], ReservedSlot] = {}  # by position and part
+        self._stored: tuple[int, bytes] | None = None  # part and digest of the last one
         self.held: set[int] = set()
         self.full = self.lost = False
         self.stored_parts = self.stored_bytes = 0
@@ -328,6 +354,17 @@ class _Batch:
         finally:
             self._give_back()
 
+    def settle(self) -> None:
+        """Wait until the node has read what was published: a load by another connection finds it."""
+        if self._stored is not None and not self.lost:
+            part, digest = self._stored
+            again = self._worker.reserve([], [digest], part=part, timeout_s=RESERVE_S)[0]
+            if (
+                again.outcome is ReserveOutcome.RESERVED
+            ):  # evicted meanwhile, from a pool too small to hold it
+                self._worker.abandon(part, [digest])
+            self.lost |= again.outcome is ReserveOutcome.FULL
+
     def _fill_one(self, position: int, part: int, fill: Fill) -> ReserveOutcome | None:
         """EXISTS when the part is in the node; None when there is no such part."""
         slot = self._slots.pop((position, part), None)
@@ -341,6 +378,7 @@ class _Batch:
                 self._worker.abandon(part, [slot.digest])
                 raise
             if self._worker.commit(part, [(slot.digest, part_checksums(slot.view))]):
+                self._stored = part, slot.digest
                 self.stored_parts += 1
                 self.stored_bytes += slot.view.nbytes
                 return ReserveOutcome.EXISTS
