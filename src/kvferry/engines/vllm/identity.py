@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvferry.client.messages import NamespaceInfo
+from kvferry.engines.checkpoints import local_directory
 from kvferry.engines.planning import ChunkGeometry
 from kvferry.engines.vllm.messages import Assignment, WorkerFacts, WorkerPart
 from kvferry.engines.vllm.settings import ConnectorSettings
@@ -166,7 +167,7 @@ def _depends_on_length(model: Any) -> bool:
 def weights_fingerprint(config: "VllmConfig", settings: ConnectorSettings) -> bytes:
     """Of the directory the engine loads from; of the stated revision where there is none."""
     model = config.model_config
-    directory = weights_directory(str(model.model), revision=model.revision)
+    directory = local_directory(str(model.model), revision=model.revision)
     if directory is not None:
         return model_fingerprint(directory)
     if settings.revision is not None:
@@ -175,21 +176,6 @@ def weights_fingerprint(config: "VllmConfig", settings: ConnectorSettings) -> by
         f"the weights of {model.model} are in no local directory, so they cannot be told from others: "
         'give "revision" (the full commit hash) in kv_connector_extra_config'
     )
-
-
-def weights_directory(model: str, *, revision: str | None) -> Path | None:
-    """A model's local directory: itself, or its snapshot in the Hugging Face cache. Asks no network."""
-    if Path(model).is_dir():
-        return Path(model)
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-    except ImportError:
-        return None
-    try:
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError):
-        return None
 
 
 def engine_label(config: "VllmConfig") -> str:
