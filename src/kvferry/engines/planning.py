@@ -20,7 +20,7 @@ class Eligibility(StrEnum):
     YES = "yes"
     NO_PREFIX_READ = "no-prefix-read"  # prompt log-probabilities, an engine that only stores, a reset
     EMBEDS = "prompt-embeds"  # no token ids to name the prefix by
-    MULTIMODAL = "multimodal"
+    MULTIMODAL = "multimodal-unknown"  # the tensors behind an item are not at hand, or not what its name says
     POOLING = "pooling"
     ADAPTER = "adapter-unknown"  # the adapter's content cannot be read, so its KV cannot be named
     SALT = "malformed-salt"

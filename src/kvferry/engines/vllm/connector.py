@@ -10,7 +10,6 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.config import get_current_vllm_config_or_none
@@ -26,11 +25,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.client.messages import Tier
-from kvferry.client.scheduler import SchedulerClient
-from kvferry.client.worker import WorkerClient
 from kvferry.config import client_token
 from kvferry.engines.planning import external_blocks
 from kvferry.engines.vllm.announced import Announced
+from kvferry.engines.vllm.asker import Asker
 from kvferry.engines.vllm.compat import (
     check_transfer_config,
     check_version,
@@ -41,12 +39,15 @@ from kvferry.engines.vllm.facts import Introductions, gathered_facts, worker_fac
 from kvferry.engines.vllm.guard import Guard, guarded
 from kvferry.engines.vllm.identity import AdapterDigests, assign, chunk_geometry
 from kvferry.engines.vllm.messages import Assignment, StepPlan, WorkerFacts, WorkerReport
+from kvferry.engines.vllm.multimodal import ItemDigests
 from kvferry.engines.vllm.pins import Pins
 from kvferry.engines.vllm.prefill import PrefillWatch
+from kvferry.engines.vllm.reach import connect_scheduler, connect_worker
 from kvferry.engines.vllm.requests import Admission
 from kvferry.engines.vllm.scheduler import SchedulerSide
 from kvferry.engines.vllm.settings import parse_settings
 from kvferry.engines.vllm.stats import KvferryPromMetrics, KvferryStats
+from kvferry.engines.vllm.transfers import Store
 from kvferry.engines.vllm.worker import KvMemory, WorkerSide
 from kvferry.errors import KvferryError
 from kvferry.identity.domain import DomainKey
@@ -70,7 +71,6 @@ _log = logging.getLogger("vllm.kvferry")
 _SOURCES = {Tier.MEMORY: CacheHitSource.HOST}
 GENERATION_BYTES = 16
 MAX_INTRODUCTIONS = 16  # a scheduler side that has not understood by then does without the cache
-FIRST_CONNECT_S = 0.25  # once in a worker's life
 
 
 class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -97,6 +97,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._introductions = Introductions(ranks=self._ranks)
         self._introduced = 0
         self._adapters: AdapterDigests | None = None
+        self._items: ItemDigests | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._facts: WorkerFacts | None = None
@@ -108,6 +109,21 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             _log.warning(
                 "kvferry: served without the shared cache: %s is not supported yet", self._unsupported.reason
             )
+
+    # -- parts; a connector that watches another's work puts its own round them ---------------------
+
+    def _kv_memory(self, kv_caches: Mapping[str, Any], *, blocks_per_chunk: int) -> KvMemory:
+        """The engine's memory, with what copies to and from it."""
+        blocks = self._kv_cache_config.num_blocks
+        return KvMemory(kv_caches, blocks=blocks, blocks_per_chunk=blocks_per_chunk)
+
+    def _node_worker(self, assignment: Assignment, rank: int) -> Store:
+        """The worker's way to the node."""
+        return connect_worker(assignment, rank, token=self._token, group=self._settings.group)
+
+    def _node_asker(self, assignment: Assignment) -> Asker:
+        """The scheduler's way to the node."""
+        return connect_scheduler(assignment, token=self._token, group=self._settings.group)
 
     # -- properties and class methods that vLLM asks for -------------------------------------------
 
@@ -143,11 +159,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._vllm_config, self._settings, device=self._vllm_config.device_config.device_type
         )
         try:
-            memory = KvMemory(
-                kv_caches,
-                blocks=self._kv_cache_config.num_blocks,
-                blocks_per_chunk=geometry.blocks_per_chunk,
-            )
+            memory = self._kv_memory(kv_caches, blocks_per_chunk=geometry.blocks_per_chunk)
             self._facts = worker_facts(
                 self._vllm_config, memory.layout, device=memory.device, layers=list(kv_caches)
             )
@@ -157,7 +169,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker = WorkerSide(
             memory,
             rank=self._facts.tensor_rank,
-            connect=partial(_connect_worker, token=self._token, group=self._settings.group),
+            connect=self._node_worker,
         )
         # What the scheduler side will say, unless ranks disagree: the pool is mapped before the first load.
         with contextlib.suppress(KvferryError):
@@ -251,7 +263,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return assign(self._vllm_config, self._settings, key=self._key, facts=facts)
 
     def _start(self, assignment: Assignment, *, device: str) -> None:
-        self._adapters = AdapterDigests()
+        self._adapters, self._items = AdapterDigests(), ItemDigests()
         namespace = assignment.namespace
         self._scheduler = SchedulerSide(
             assignment=assignment,
@@ -261,15 +273,10 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 namespace=namespace.namespace,
                 chunk_tokens=namespace.chunk_tokens,
                 adapters=self._adapters,
+                items=self._items,
                 role=self._role_in_split,
             ),
-            client=SchedulerClient(
-                socket_path=self._settings.socket,
-                engine=assignment.engine,
-                namespace=namespace,
-                token=self._token,
-                group=self._settings.group,
-            ),
+            client=self._node_asker(assignment),
             pins=self._pins,
             prefill=PrefillWatch(),
             deadline_cap_s=self._settings.deadline_cap_ms / 1000,
@@ -415,20 +422,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is not None:
             self._scheduler.close()
             self._scheduler = None
-        if self._adapters is not None:
-            self._adapters.close()
-            self._adapters = None
-
-
-def _connect_worker(assignment: Assignment, rank: int, *, token: str, group: int | None) -> WorkerClient:
-    client = WorkerClient(
-        socket_path=assignment.socket,
-        engine=assignment.engine,
-        rank=rank,
-        namespace=assignment.namespace,
-        token=token,
-        group=group,
-    )
-    # Made with the first plan, which may hold a load already: without this an engine's first hit fails.
-    client.wait_connected(FIRST_CONNECT_S)
-    return client
+        for digests in (self._adapters, self._items):
+            if digests is not None:
+                digests.close()
+        self._adapters = self._items = None

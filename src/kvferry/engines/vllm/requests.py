@@ -21,12 +21,13 @@ from kvferry.client.messages import LookupAnswer
 from kvferry.engines.planning import Eligibility, LoadPlan
 from kvferry.engines.vllm.identity import AdapterDigests, adapter_extra
 from kvferry.engines.vllm.messages import LoadResult
+from kvferry.engines.vllm.multimodal import ItemDigests, Items
 from kvferry.engines.vllm.roles import KvRole
 from kvferry.errors import RefusedError
 from kvferry.identity.chunks import ChunkChain, Extras
 from kvferry.identity.domain import DomainKey
 
-ADAPTER_WAIT_S = 5.0
+NAMING_WAIT_S = 5.0
 REST_LOADING_S = 0.005  # cut short by the load's end
 REST_ASKED_S = 0.001
 
@@ -69,6 +70,7 @@ class Tracked:
     writes: bool = True
     chain: ChunkChain | None = None
     adapter: "Future[bytes] | None" = None
+    items: "Future[Items] | None" = None
     phase: Phase = Phase.NEW
     preemptions: int = 0
     asked_at: float = 0.0
@@ -104,7 +106,7 @@ class Tracked:
 
     def withdraw(self) -> None:
         """What it has computed cannot be named any more: it neither reads nor stores from now on."""
-        self.chain = self.adapter = None
+        self.chain = self.adapter = self.items = None
         self.reads = self.writes = False
 
     def reopen_after_preemption(self) -> None:
@@ -132,7 +134,7 @@ def rest_s(requests: Iterable[Tracked]) -> float:
 
 
 class Admission:
-    """Decides what part a request takes and prepares its chain."""
+    """Decides what part a request takes and prepares its chain. items: None: no multimodal input is named."""
 
     def __init__(
         self,
@@ -141,55 +143,72 @@ class Admission:
         namespace: bytes,
         chunk_tokens: int,
         adapters: AdapterDigests,
+        items: ItemDigests | None = None,
         role: KvRole = KvRole.BOTH,
     ) -> None:
         self._key = key
         self._namespace = namespace
         self._chunk_tokens = chunk_tokens
         self._adapters = adapters
+        self._items = items
         self._role = role
         self.generation = b""
 
     def admit(self, request: Any, *, now: float) -> Tracked:
         """A request's first appearance."""
         tracked = Tracked(request, classify(request), now)
+        if request.mm_features and self._items is not None:
+            tracked.items = self._items.items(request.mm_features)
         if tracked.eligibility is not Eligibility.YES:
             return tracked
         tracked.reads = self._role.loads and not request.skip_reading_prefix_cache
         tracked.writes = self._role.stores
-        if request.lora_request is None:
-            self._start_chain(tracked, None)
-        else:
+        if request.mm_features and tracked.items is None:
+            tracked.eligibility = Eligibility.MULTIMODAL
+        elif request.lora_request is not None:
             tracked.adapter = self._adapters.digest(request.lora_request)
             if tracked.adapter is None:
                 tracked.eligibility = Eligibility.ADAPTER
+        elif tracked.items is None:
+            self._start_chain(tracked)
         return tracked
 
     def ready(self, tracked: Tracked, *, now: float) -> bool:
-        """Whether the chain is there; False while an adapter's digest is still being computed."""
-        adapter = tracked.adapter
-        if tracked.chain is not None or adapter is None or tracked.eligibility is not Eligibility.YES:
+        """Whether the chain is there; False while what names the request is still being read."""
+        named = [(tracked.adapter, Eligibility.ADAPTER), (tracked.items, Eligibility.MULTIMODAL)]
+        waits = [(future, without) for future, without in named if future is not None]
+        if tracked.chain is not None or not waits or tracked.eligibility is not Eligibility.YES:
             return True
-        if not adapter.done() and now - tracked.seen_at <= ADAPTER_WAIT_S:
+        if now - tracked.seen_at <= NAMING_WAIT_S and not all(future.done() for future, _ in waits):
             return False
-        if not adapter.done() or adapter.cancelled() or adapter.exception() is not None:
-            tracked.eligibility = Eligibility.ADAPTER
-        else:
-            self._start_chain(tracked, adapter.result())
+        for future, without in waits:
+            if not future.done() or future.cancelled() or future.exception() is not None:
+                tracked.eligibility = without
+                return True
+        self._start_chain(tracked)
         return True
 
     def still_named(self, tracked: Tracked) -> bool:
         """Whether what it computes now still belongs to its chain: an adapter may be replaced meanwhile."""
-        lora = tracked.request.lora_request
-        if lora is None or self._adapters.unchanged(lora):
+        lora, features = tracked.request.lora_request, tracked.request.mm_features
+        if lora is not None and not self._adapters.unchanged(lora):
+            tracked.eligibility = Eligibility.ADAPTER
+        elif features and self._items is not None and not self._items.unchanged(features):
+            tracked.eligibility = Eligibility.MULTIMODAL
+        else:
             return True
-        tracked.eligibility, tracked.chain = Eligibility.ADAPTER, None
+        tracked.chain = None
         return False
 
-    def _start_chain(self, tracked: Tracked, adapter: bytes | None) -> None:
+    def _start_chain(self, tracked: Tracked) -> None:
+        """With everything that names the request at hand."""
+        adapter = tracked.adapter.result() if tracked.adapter is not None else None
+        items = tracked.items.result() if tracked.items is not None else ()
         try:
             extras = Extras(
-                adapter=adapter_extra(adapter, self.generation), cache_salt=tracked.request.cache_salt
+                adapter=adapter_extra(adapter, self.generation),
+                cache_salt=tracked.request.cache_salt,
+                items=items,
             )
         except RefusedError:
             tracked.eligibility = Eligibility.SALT
@@ -198,13 +217,11 @@ class Admission:
 
 
 def classify(request: Any) -> Eligibility:
-    """Whether a request's KV can be named by its tokens."""
+    """Whether a request's KV can be named by its tokens and what stands between them."""
     if request.pooling_params is not None:
         return Eligibility.POOLING
     if request.prompt_embeds is not None or request.prompt_token_ids is None:
         return Eligibility.EMBEDS
-    if request.mm_features:
-        return Eligibility.MULTIMODAL
     if request.resumable:
         return Eligibility.STREAMING
     return Eligibility.YES
