@@ -133,6 +133,34 @@ def test_the_longest_sequence_an_engine_allows_is_no_part_of_other_models_names(
     assert namespace(model) == namespace(model, max_len=4096)
 
 
+def test_what_turns_items_into_kv_changes_the_namespace(tmp_path: Path) -> None:
+    model = model_directory(tmp_path / "m")
+
+    def named(**changes: Any) -> bytes:
+        fields = {
+            "mm_encoder_attn_backend": None,
+            "mm_device_do_normalize": True,
+            "mm_processor_kwargs": None,
+        }
+        pruning = {"video_pruning_rate": None, "video_pruning_method": "evs"}
+        engine = config(model)
+        engine.lora_config = SimpleNamespace(enable_tower_connector_lora=changes.pop("tower", False))
+        engine.model_config.multimodal_config = SimpleNamespace(**(fields | pruning | changes))
+        return assign(engine, SETTINGS, key=KEY, facts=[facts()]).namespace.namespace
+
+    changes: list[dict[str, Any]] = [
+        {"mm_encoder_attn_backend": "FLASH_ATTN"},
+        {"mm_device_do_normalize": False},
+        {"mm_processor_kwargs": {"image_mean": [0.5]}},
+        {"video_pruning_rate": 0.5},
+        {"tower": True},
+    ]
+    names = {named(), *(named(**change) for change in changes)}
+    assert len(names) == 1 + len(changes)
+    assert named() != namespace(model)
+    assert named() == named()
+
+
 def test_equal_copies_of_a_model_share_whatever_their_paths(tmp_path: Path) -> None:
     first, second = model_directory(tmp_path / "here"), model_directory(tmp_path / "there" / "deep")
     assert namespace(first) == namespace(second, ConnectorSettings(socket=Path("/elsewhere")))
@@ -178,6 +206,7 @@ def test_chunk_tokens_must_fit_the_block_size(tmp_path: Path) -> None:
         ("model_config.runner_type", "pooling", "pooling"),
         ("cache_config.enable_prefix_caching", False, "prefix caching"),
         ("speculative_config", SimpleNamespace(method="eagle"), "eagle"),
+        ("model_config.multimodal_config", SimpleNamespace(mm_encoder_attn_dtype="fp8"), "encoder"),
     ],
 )
 def test_what_is_not_served_yet_has_a_reason(tmp_path: Path, path: str, value: Any, word: str) -> None:

@@ -112,6 +112,9 @@ def _by_features(config: "VllmConfig") -> str | None:
         return "an encoder-decoder model"
     if model.runner_type == "pooling":
         return "a pooling model"
+    multimodal = getattr(model, "multimodal_config", None)
+    if multimodal is not None and multimodal.mm_encoder_attn_dtype is not None:
+        return f"an encoder whose attention is quantised ({multimodal.mm_encoder_attn_dtype})"
     speculative = config.speculative_config
     if speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
         return f"speculative decoding with a draft model ({speculative.method}), whose KV is not stored"

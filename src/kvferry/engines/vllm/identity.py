@@ -147,7 +147,25 @@ def _overrides(config: "VllmConfig") -> tuple[Setting, ...]:
         found.append(Setting("hf_config", hashlib.sha256(_config_text(model).encode()).hexdigest()))
     if _depends_on_length(model):
         found.append(Setting("max_model_len", str(model.max_model_len)))
-    return tuple(found)
+    return (*found, *_encoder_settings(config))
+
+
+def _encoder_settings(config: "VllmConfig") -> list[Setting]:
+    """What turns an item's tensors into KV beside the model itself; the tensors name how they were made."""
+    multimodal = getattr(config.model_config, "multimodal_config", None)
+    if multimodal is None:
+        return []
+    names = ("mm_encoder_attn_backend", "mm_device_do_normalize", "mm_processor_kwargs")
+    found = {
+        name: getattr(multimodal, name) for name in (*names, "video_pruning_rate", "video_pruning_method")
+    }
+    if config.lora_config is not None:
+        found["enable_tower_connector_lora"] = config.lora_config.enable_tower_connector_lora
+    return [
+        Setting(name, json.dumps(value, sort_keys=True, default=str))
+        for name, value in found.items()
+        if value is not None
+    ]
 
 
 def _config_text(model: Any) -> str:
