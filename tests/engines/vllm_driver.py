@@ -17,14 +17,16 @@ class Driver:
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM
 
+        if arguments.pop("keep_prefix_caching", False):
+            _keep_prefix_caching()
         self._llm = LLM(**arguments)
 
     def generate(self, options: dict[str, Any]) -> Any:
         """Requests side by side: "many", or one."""
         many = options.get("many", [options])
         outputs = self._llm.generate(
-            [_prompt(one) for one in many],
-            [_params(one) for one in many],
+            [prompt_of(one) for one in many],
+            [params(one) for one in many],
             use_tqdm=False,
             lora_request=_adapter(options),
         )
@@ -37,7 +39,7 @@ class Driver:
         """Begin a request, let it run for some steps, abort it, run what is left."""
         engine = self._llm.llm_engine
         name = f"aborted-{options['steps']}"
-        internal = engine.add_request(name, _prompt(options), _params(options))
+        internal = engine.add_request(name, prompt_of(options), params(options))
         for _ in range(options["steps"]):
             engine.step()
         engine.abort_request([internal or name], internal=bool(internal))
@@ -68,14 +70,34 @@ class Driver:
         return found
 
 
-def _params(options: dict[str, Any]) -> Any:
+def _keep_prefix_caching() -> None:
+    """Let latent attention reuse prefixes on a CPU without AMX.
+
+    The platform switches prefix caching and chunked prefill off there, for speed; its kernels can do both.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    update = CpuPlatform.check_and_update_config
+
+    def update_and_keep(config: Any) -> None:
+        cache, scheduler = config.cache_config, config.scheduler_config
+        caching, chunked = cache.enable_prefix_caching, scheduler.enable_chunked_prefill
+        update(config)
+        cache.enable_prefix_caching, scheduler.enable_chunked_prefill = caching, chunked
+
+    CpuPlatform.check_and_update_config = staticmethod(update_and_keep)
+
+
+def params(options: dict[str, Any]) -> Any:
+    """Sampling of one request."""
     from vllm import SamplingParams
 
     fields = {"temperature": 0, "max_tokens": 8, "ignore_eos": True, "detokenize": False}
     return SamplingParams(**{**fields, **options.get("params", {})})
 
 
-def _prompt(options: dict[str, Any]) -> dict[str, Any]:
+def prompt_of(options: dict[str, Any]) -> dict[str, Any]:
+    """What vLLM takes for one."""
     found: dict[str, Any] = {"prompt_token_ids": options["prompt"]}
     if "salt" in options:
         found["cache_salt"] = options["salt"]
@@ -95,14 +117,14 @@ def answer(value: Any) -> None:
     print(MARK + json.dumps(value), flush=True)
 
 
-def main() -> None:
+def main(driver_class: type[Driver] = Driver, verbs: tuple[str, ...] = VERBS) -> None:
     """Until standard input ends."""
-    driver = Driver(json.loads(sys.argv[1]))
+    driver = driver_class(json.loads(sys.argv[1]))
     answer("ready")
     for line in sys.stdin:
         request = json.loads(line)
         verb = request.pop("do")
-        if verb in VERBS:
+        if verb in verbs:
             try:
                 found = getattr(driver, verb)(request)
             except Exception as error:

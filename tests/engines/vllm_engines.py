@@ -44,11 +44,19 @@ class EngineError(Exception):
 class Engine:
     """One engine process. ``ready`` waits for it, so that several can start side by side."""
 
-    def __init__(self, name: str, *, directory: Path, cores: str, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        directory: Path,
+        cores: str,
+        arguments: dict[str, Any],
+        driver: str = "tests.engines.vllm_driver",
+    ) -> None:
         self.log = directory / f"{name}.log"
         self._sink = self.log.open("ab")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.engines.vllm_driver", json.dumps(arguments)],
+            [sys.executable, "-m", driver, json.dumps(arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._sink,
