@@ -12,10 +12,11 @@ from tests.servers import Server, running_server, start_server
 from kvferry.identity.header import HEADER_BYTES
 from kvferry.identity.names import PartRef
 from kvferry.identity.stripes import stripe_plan
-from kvferry.testing.expectations import eventually
+from kvferry.testing.expectations import WAIT_S, eventually
 from kvferry.testing.proxy import Proxy
 from kvferry.testing.tier_contract import fetch_all, probe_all, some_bytes, some_ref, store_all
 from kvferry.tiers.contract import Outcome
+from kvferry.tiers.valkey import scout
 from kvferry.tiers.valkey.jobs import stripe_key
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.tier import ValkeyTier
@@ -317,6 +318,40 @@ def test_one_request_that_a_stopped_server_leaves_open_is_enough_to_find_it_out(
         eventually(lambda: tier.statistics().state == "up", "it is asked again")
     finally:
         server.resume()
+        tier.close()
+
+
+def test_after_one_silence_questions_are_refused_until_something_is_heard(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scout, "PROBE_S", WAIT_S)  # the breaker has no time to open
+    tier = ValkeyTier.connect(server.settings(idle_s=1000.0))
+    try:
+        ref = stored(tier, 32, 1000)
+        server.pause()
+        eventually(lambda: probe_all(tier, [ref], deadline_s=0.05) == [Outcome.REFUSED], "one was silence")
+        assert probe_all(tier, [ref] * 3, deadline_s=1000.0) == [Outcome.REFUSED] * 3
+        found = tier.statistics()
+        assert found.state == "up"
+        assert found.failed["late"] >= 1
+        assert found.failed["breaker_open"] == 4
+        server.resume()
+        eventually(lambda: probe_all(tier, [ref]) == [Outcome.OK], "it answered, and is asked again")
+    finally:
+        server.resume()
+        tier.close()
+
+
+def test_a_slow_server_is_asked_again_once_it_is_heard(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scout, "PROBE_S", WAIT_S)
+    tier = ValkeyTier.connect(through(proxy, idle_s=1000.0))
+    try:
+        ref = stored(tier, 33, 1000)
+        proxy.replies.latency_s = 0.2
+        eventually(lambda: probe_all(tier, [ref], deadline_s=0.05) == [Outcome.LATE], "too slow")
+        eventually(lambda: probe_all(tier, [ref]) == [Outcome.OK], "the scout heard it")
+        assert tier.statistics().state == "up"
+    finally:
         tier.close()
 
 

@@ -238,6 +238,11 @@ class Job:
         self._name(0)
 
     @property
+    def asks(self) -> bool:
+        """Whether it only wants to know what is stored."""
+        return self.verb is Verb.TOUCH and not self.storing
+
+    @property
     def cancelled(self) -> bool:
         """Whether the caller no longer wants the result."""
         return self.part.operation.cancelled

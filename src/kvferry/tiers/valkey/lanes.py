@@ -65,6 +65,9 @@ class Home(Protocol):
     def failed(self, weight: int, message: str) -> None:
         """A connection was lost or given up."""
 
+    def fell_silent(self, weight: int, message: str) -> None:
+        """A wait ended after a silence of that weight."""
+
     def succeeded(self) -> None:
         """A reply arrived."""
 

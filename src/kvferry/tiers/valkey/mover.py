@@ -251,7 +251,7 @@ class Mover(threading.Thread):
             self._hand_back(jobs)
             return
         if isinstance(error, ExpiredError):
-            self._shard.failed(_weight(error.still_s), str(error))
+            self._shard.fell_silent(_weight(error.still_s), str(error))
             self._expired(jobs)
             return
         stalled = isinstance(error, StalledError)

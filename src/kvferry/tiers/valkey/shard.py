@@ -39,6 +39,7 @@ class Shard:
         self._outage_told = False
         self.heard_at = self._checked_at = time.monotonic()
         self._suspected_at: float | None = None
+        self._silent_at = 0.0
         self._lock = threading.Lock()
         self._breaker = Breaker()
         self._queues = {lane: LaneQueue(settings.queued_stripes) for lane in Lane}
@@ -77,7 +78,7 @@ class Shard:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue jobs of one lane, or end them as refused."""
-        if self.is_open:
+        if self.is_open or (self._is_silent and all(job.asks for job in jobs)):
             for job in jobs:
                 job.end(Verdict.REFUSED, Cause.BREAKER_OPEN)
             return
@@ -91,6 +92,20 @@ class Shard:
             else:
                 job.end(Verdict.REFUSED, Cause.QUEUE_FULL)
         self._refuse_if_opened()
+
+    @property
+    def _is_silent(self) -> bool:
+        """Whether a wait ended in silence, and nothing was heard since: the scout is asking already.
+
+        Whoever only wants to know what is stored need not pay for the same discovery.
+        """
+        return self._silent_at > self.heard_at
+
+    def fell_silent(self, weight: int, message: str) -> None:
+        """A wait ended after a silence of that weight."""
+        if weight:
+            self._silent_at = time.monotonic()
+        self.failed(weight, message)
 
     def _refuse_if_opened(self) -> None:
         """The breaker may have opened since it was asked, and nobody else would empty the queue."""
