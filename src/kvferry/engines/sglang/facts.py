@@ -1,0 +1,138 @@
+"""What this SGLang process says of itself and of its host pools, for the namespace."""
+
+import re
+from typing import Any
+
+from kvferry.engines.sglang.identity import Adapter, EngineFacts, PoolFacts
+from kvferry.engines.sglang.pages import Pages
+from kvferry.errors import MisconfiguredError
+
+SUPPORTED = "0.5.23 or a later 0.5"
+_SUPPORTED = re.compile(r"0\.5\.(\d+)")
+_FIRST_PATCH = 23
+# Server options that change KV bytes and show in nothing else that is named.
+_OPTIONS = (
+    "attention_backend",
+    "context_length",
+    "custom_weight_loader",
+    "decode_attention_backend",
+    "enable_page_major_kv_layout",
+    "json_model_override_args",
+    "load_format",
+    "model_impl",
+    "modelopt_quant",
+    "prefill_attention_backend",
+    "prefill_kv_cache_dequant_dtype",
+    "quantization",
+    "quantize_and_serve",
+    "rl_quant_profile",
+    "speculative_algorithm",
+    "speculative_draft_kv_cache_dtype",
+    "speculative_draft_model_quantization",
+)
+
+
+def check_version(version: str) -> None:
+    """Raises MisconfiguredError for a release whose interface is not known."""
+    match = _SUPPORTED.match(version)
+    if match is None or int(match[1]) < _FIRST_PATCH:
+        raise MisconfiguredError(f"SGLang {version} is not supported by this backend: use {SUPPORTED}")
+
+
+def engine_facts(version: str) -> EngineFacts:
+    """Raises MisconfiguredError in a process that no engine runs in."""
+    read = _reader()
+    return EngineFacts(
+        version=version,
+        model_path=str(read("model_path")),
+        revision=_text(read("revision")),
+        dtype=str(read("dtype")),
+        kv_dtype=str(read("kv_cache_dtype")),
+        scales_file=_text(read("quantization_param_path")),
+        draft_path=_text(read("speculative_draft_model_path")),
+        draft_revision=_text(read("speculative_draft_model_revision")),
+        adapters=_adapters(read("lora_paths")),
+        options={name: str(read(name)) for name in _OPTIONS},
+    )
+
+
+def pool_facts(name: str, pool: Any, pages: Pages, *, config: Any, page_tokens: int, last: bool) -> PoolFacts:
+    """config: SGLang's ``HiCacheStorageConfig``. last: only the last page of a prefix is needed of it."""
+    first_layer = int(getattr(pool, "start_layer", 0) or 0)
+    end_layer = getattr(pool, "end_layer", None)
+    return PoolFacts(
+        name=name,
+        kind=type(pool).__name__,
+        layout=str(pool.layout),
+        dtype=str(getattr(pool, "dtype", "none")).removeprefix("torch."),
+        shape=pages.shape,
+        page_bytes=pages.nbytes,
+        page_tokens=page_tokens,
+        layers=(first_layer, int(end_layer) if end_layer is not None else first_layer),
+        stage=(int(config.pp_rank), int(config.pp_size)),
+        shard=_shard(pool, config),
+        trailing=1 if last else 0,
+    )
+
+
+def shared_by_ranks(pool: Any, config: Any) -> bool:
+    """Whether all tensor-parallel ranks hold the same bytes, which one of them stores.
+
+    So it is with MLA latents and what is compressed from them, not with the heads of a draft model or the
+    recurrent states that a model has beside them.
+    """
+    from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+
+    return bool(config.is_mla_model) and not isinstance(pool, (MHATokenToKVPoolHost, MambaPoolHost))
+
+
+def _shard(pool: Any, config: Any) -> str:
+    ranks = (
+        "of all ranks" if shared_by_ranks(pool, config) else f"{int(config.tp_rank)}/{int(config.tp_size)}"
+    )
+    if int(config.attn_cp_size) > 1:  # each rank of a context-parallel group holds a slice of every page
+        ranks += f" cp {int(config.attn_cp_rank)}/{int(config.attn_cp_size)}"
+    return ranks
+
+
+def _reader() -> Any:
+    """Reads an option by name, as resolved at start-up; None for one that this release does not have."""
+    from sglang.srt.arg_groups.arg_utils import namespace_of
+    from sglang.srt.runtime_context import get_context
+    from sglang.srt.server_args import ServerArgs
+
+    places = namespace_of(ServerArgs)
+
+    def read(name: str) -> Any:
+        place = places.get(name)
+        if place is None:
+            return None
+        head, *rest = place.split(".")
+        try:
+            bag = get_context().config_bag(head)
+        except ValueError as error:
+            raise MisconfiguredError("this process serves no model, so its weights cannot be told") from error
+        for part in rest:
+            bag = getattr(bag, part)
+        return getattr(bag, name)
+
+    return read
+
+
+def _text(value: Any) -> str | None:
+    return str(value) if value else None
+
+
+def _adapters(paths: Any) -> tuple[Adapter, ...]:
+    """Of ``--lora-paths``: references, a mapping of names to paths, or ``name=path`` texts."""
+    if isinstance(paths, dict):
+        paths = [value if hasattr(value, "lora_path") else f"{name}={value}" for name, value in paths.items()]
+    found = []
+    for one in paths or ():
+        if isinstance(one, str):
+            name, _, path = one.rpartition("=")
+            found.append(Adapter(name or path, path))
+        else:
+            found.append(Adapter(str(one.lora_name), str(one.lora_path)))
+    return tuple(found)
