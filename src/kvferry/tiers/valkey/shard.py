@@ -105,12 +105,15 @@ class Shard:
         """A wait ended after a silence of that weight."""
         if weight:
             self._silent_at = time.monotonic()
+            self._refuse_questions()
         self.failed(weight, message)
 
     def _refuse_if_opened(self) -> None:
-        """The breaker may have opened since it was asked, and nobody else would empty the queue."""
+        """That may have changed since it was asked, and nobody else would empty the queue."""
         if self.is_open:
             self._refuse_queued()
+        elif self._is_silent:
+            self._refuse_questions()
 
     def _start(self, lane: Lane) -> None:
         with self._lock:
@@ -207,6 +210,16 @@ class Shard:
         self.last_error = message
         with self._lock:
             self._breaker.probe_failed(time.monotonic())
+
+    def _refuse_questions(self) -> None:
+        queue = self._queues[Lane.SMALL]
+        jobs = queue.drain(close=False)
+        _, closed = queue.put([job for job in jobs if not job.asks])
+        for job in closed:
+            self.routes.retry(job)
+        for job in jobs:
+            if job.asks:
+                job.end(Verdict.REFUSED, Cause.BREAKER_OPEN)
 
     def _refuse_queued(self) -> None:
         for queue in self._queues.values():
