@@ -276,3 +276,13 @@ class OverwritesWhatIsThere(MemoryTier):
             self.parts[item.ref.key] = bytes(item.ref.nbytes)
             self._checksums[item.ref.key] = part_checksums(memoryview(bytes(item.ref.nbytes)))
         return super()._store_one(item, ending)
+
+
+class LeavesChecksumsToTheCaller(MemoryTier):
+    """Stores the checksums it is given, even where it is given none."""
+
+    def _store_one(self, item: StoreItem, ending: Outcome | None) -> Outcome:
+        outcome = super()._store_one(item, ending)
+        if outcome is Outcome.OK:
+            self._checksums[item.ref.key] = item.checksums
+        return outcome

@@ -19,6 +19,7 @@ PLANTED: list[tuple[type[MemoryTier], str, str]] = [
     (broken.ShortensNames, "test_parts_are_told_apart_by_every_field_of_their_names", "name [13] is"),
     (broken.Truncates, "test_what_is_stored_comes_back_byte_for_byte", "came back different"),
     (broken.MakesUpChecksums, "test_what_is_stored_comes_back_byte_for_byte", "other checksums"),
+    (broken.LeavesChecksumsToTheCaller, "test_what_is_stored_comes_back_byte_for_byte", "CORRUPT"),
     (broken.WritesOnAMiss, "test_what_was_never_stored_is_a_miss_and_leaves_memory_alone", "was written"),
     (broken.MixesUpAProbe, "test_a_probe_tells_present_from_absent_in_order", "wrong answers"),
     (broken.OverwritesWhatIsThere, "test_storing_what_is_there_is_ok", "bytes changed"),

@@ -256,7 +256,7 @@ def test_a_callback_that_fails_costs_nobody_else_its_answer(server: Server, tier
 def test_checksums_of_another_number_than_stripes_are_a_defect_of_the_caller(tier: ValkeyTier) -> None:
     ref = some_ref(4 << 20, 1)
     data = some_bytes(ref.nbytes, 1)
-    for checksums in ((), (*part_checksums(data), bytes(16))):
+    for checksums in (part_checksums(data)[:1], (*part_checksums(data), bytes(16))):
         with pytest.raises(BrokenError):
             tier.store([StoreItem(ref, data, checksums)], deadline=0.0, done=lambda *_: None)
 

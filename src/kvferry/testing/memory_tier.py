@@ -200,7 +200,8 @@ class MemoryTier:
         outcome = ending or self._failures.get(item.ref.key, Outcome.OK)
         if outcome is Outcome.OK:
             if item.ref.key not in self.parts:
-                self.parts[item.ref.key], self._checksums[item.ref.key] = bytes(item.data), item.checksums
+                self.parts[item.ref.key] = bytes(item.data)
+                self._checksums[item.ref.key] = item.checksums or part_checksums(item.data)
             self._counts["stored_parts"] += 1
             self._counts["stored_bytes"] += item.ref.nbytes
         else:

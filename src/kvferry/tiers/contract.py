@@ -36,7 +36,8 @@ class FetchItem(NamedTuple):
 class StoreItem(NamedTuple):
     """ref: what to write. data: contiguous memory of exactly ``ref.nbytes`` bytes, unchanged until done.
 
-    checksums: one 16-byte checksum per stripe of the part (``identity.stripes``).
+    checksums: one 16-byte checksum per stripe of the part (``identity.stripes``); none where the data has
+    none yet: the tier computes them as it writes.
     """
 
     ref: PartRef

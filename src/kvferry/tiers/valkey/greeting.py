@@ -22,6 +22,10 @@ _PROBE_KEY = f"{KEY_PREFIX}probe".encode()
 _COMMAND_DENIED = "permissions to run"  # the other NOPERM is about a key
 
 
+class UnreachableServersError(MisconfiguredError):
+    """No server answers: a wrong address, or one that is down for now."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServerReport:
     """topology: empty for a single server. detail: for people, no secrets."""
@@ -31,8 +35,9 @@ class ServerReport:
 
 
 def inspect_servers(settings: ValkeySettings, *, tls: Tls | None, deadline: float) -> ServerReport:
-    """Ask the first seed that answers. MisconfiguredError, one line, if none does or it will not do.
+    """Ask the first seed that answers. MisconfiguredError, one line, if it will not do.
 
+    UnreachableServersError if none answers.
     Seeds share the time that is left, so that some that hang leave the others theirs.
     """
     failures: list[str] = []
@@ -48,7 +53,7 @@ def inspect_servers(settings: ValkeySettings, *, tls: Tls | None, deadline: floa
         except KvferryError as error:
             failures.append(str(error) if str(seed) in str(error) else f"{seed}: {error}")
     other = "is it running?" if tls is not None else "is it running, or does it speak TLS (valkeys://)?"
-    raise MisconfiguredError(f"Valkey unreachable at {settings.url}: {'; '.join(failures)}: {other}")
+    raise UnreachableServersError(f"Valkey unreachable at {settings.url}: {'; '.join(failures)}: {other}")
 
 
 def _inspect(seed: Address, settings: ValkeySettings, *, tls: Tls | None, deadline: float) -> ServerReport:

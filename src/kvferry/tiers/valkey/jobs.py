@@ -203,7 +203,7 @@ class Job:
     def __init__(
         self, part: Part, stripe: Stripe, verb: Verb, *, payload: memoryview | None, checksum: bytes = b""
     ) -> None:
-        """checksum: of the payload to store."""
+        """checksum: of the payload to store; empty: whoever sends it computes that."""
         self.part = part
         self.stripe = stripe
         self.verb = verb
@@ -299,7 +299,7 @@ def fetch_jobs(part: Part, into: memoryview) -> list[Job]:
 def store_jobs(part: Part, data: memoryview, checksums: Sequence[bytes]) -> list[Job]:
     """For each stripe of ``part`` a question whether it is there, which becomes a SET if it is not."""
     plan = stripe_plan(part.ref.nbytes)
-    if len(checksums) != len(plan):
+    if checksums and len(checksums) != len(plan):
         raise BrokenError(f"{len(checksums)} checksums for a part of {len(plan)} stripes")
     return [
         Job(
@@ -307,7 +307,7 @@ def store_jobs(part: Part, data: memoryview, checksums: Sequence[bytes]) -> list
             s,
             Verb.TOUCH,
             payload=data[s.offset : s.offset + s.nbytes],
-            checksum=checksums[s.index],
+            checksum=checksums[s.index] if checksums else b"",
         )
         for s in plan
     ]

@@ -74,7 +74,10 @@ class Guard(Protocol):
         ...
 
     def sending(self, name: ValueName, *, payload: memoryview, checksum: bytes) -> Outgoing:
-        """Header and payload to store. They may be used until the next call."""
+        """Header and payload to store. They may be used until the next call.
+
+        checksum: of the payload; empty where nobody has computed it.
+        """
         ...
 
 
@@ -114,7 +117,7 @@ class Checksums:
             part_bytes=name.part_bytes,
             stripe=name.stripe,
             stripe_count=len(stripe_plan(name.part_bytes)),
-            checksum=checksum,
+            checksum=checksum or xxhash.xxh3_128_digest(payload),
         )
         return Outgoing(header, payload, intact=True)
 
@@ -187,7 +190,7 @@ class _SealedGuard:
             hashed.update(piece)
         sealing.finalize()
         header = pack_sealed_header(named, key_id=key.key_id, nonce=nonce, tag=sealing.tag)
-        return Outgoing(header, room, intact=hashed.digest() == checksum)
+        return Outgoing(header, room, intact=not checksum or hashed.digest() == checksum)
 
     def _room(self, nbytes: int) -> memoryview:
         """The pool's own memory is never encrypted in place: others read it."""
