@@ -1,38 +1,18 @@
 """Real vLLM engines over a real node. Engines are shared by the tests of a class, in order."""
 
 import contextlib
-import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.vllm_engines import ROOT, Engine, EngineError, NodeProcess, Server, arguments, environment
-from tests.engines.vllm_models import VOCABULARY
+from tests.engines.vllm_engines import Engine, EngineError, NodeProcess, arguments
+from tests.engines.vllm_requests import BLOCK, prompt, until_cached
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-BLOCK = 128
-REUSE_S = 60.0
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-
-
-def prompt(seed: int, tokens: int) -> list[int]:
-    """Random token ids; equal seeds share their beginning."""
-    rng = random.Random(seed)
-    return [rng.randrange(3, VOCABULARY) for _ in range(tokens)]
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models")
-    command = [sys.executable, "-m", "tests.engines.vllm_models", str(directory)]
-    command += ["llama", "gemma", "adapter1", "adapter2"]
-    subprocess.run(command, check=True, cwd=ROOT, env=environment(), capture_output=True)
-    return directory
 
 
 @pytest.fixture(scope="class")
@@ -73,7 +53,7 @@ class TestTwoReplicas:
         asked = prompt(1, 700)
         cold = replicas.a.generate(asked)
         own = replicas.a.generate(asked)
-        loaded = _until_cached(replicas.b, asked, 640)
+        loaded = until_cached(replicas.b, asked, 640)
         assert cold["cached"] == 0
         assert (own["cached"], own["tokens"]) == (640, loaded["tokens"])
         metrics = replicas.b.ask("metrics")
@@ -89,7 +69,7 @@ class TestTwoReplicas:
         asked = prompt(2, 4 * BLOCK)
         replicas.a.generate(asked)
         own = replicas.a.generate(asked)
-        loaded = _until_cached(replicas.b, asked, 3 * BLOCK)
+        loaded = until_cached(replicas.b, asked, 3 * BLOCK)
         assert loaded["tokens"] == own["tokens"]
 
     def test_prompt_logprobs_are_computed_and_not_counted_as_a_miss(self, replicas: Replicas) -> None:
@@ -118,7 +98,7 @@ class TestTwoReplicas:
         first = replicas.a.generate(asked, adapter=["x", 1, path[0]])
         assert first["cached"] == 0
         own = replicas.a.generate(asked, adapter=["x", 1, path[0]])
-        same = _until_cached(replicas.b, asked, 384, adapter=["another name", 7, path[0]])
+        same = until_cached(replicas.b, asked, 384, adapter=["another name", 7, path[0]])
         other = replicas.b.generate(asked, adapter=["x", 8, path[1]])
         assert (own["tokens"], other["cached"]) == (same["tokens"], 0)
         assert plain["tokens"] != first["tokens"] or other["tokens"] != first["tokens"]
@@ -129,7 +109,7 @@ class TestTwoReplicas:
         for steps in (1, 2, 3):
             replicas.b.ask("start_and_abort", prompt=asked, steps=steps)
             replicas.b.reset()
-        assert _until_cached(replicas.b, asked, 896)["tokens"] == replicas.a.generate(asked)["tokens"]
+        assert until_cached(replicas.b, asked, 896)["tokens"] == replicas.a.generate(asked)["tokens"]
 
     def test_requests_survive_a_stopped_and_a_killed_node_and_reuse_comes_back(
         self, replicas: Replicas, node: NodeProcess
@@ -149,9 +129,9 @@ class TestTwoReplicas:
         again = prompt(5, 700)
         replicas.a.generate(again)  # from now on an own hit, which is stored again in the new node
         replicas.b.reset()
-        _until_cached(replicas.b, again, 640, helper=replicas.a, node=node)
+        until_cached(replicas.b, again, 640, helper=replicas.a, node=node)
         replicas.b.reset()
-        loaded = _until_cached(replicas.b, asked, 640, helper=replicas.a, node=node)
+        loaded = until_cached(replicas.b, asked, 640, helper=replicas.a, node=node)
         assert loaded["tokens"] == own["tokens"]
 
     def test_a_restarted_engine_is_warm_and_scarce_blocks_preempt_without_harm(
@@ -161,48 +141,12 @@ class TestTwoReplicas:
         own = replicas.a.generate(asked)
         replicas.b.close()
         fresh = replicas.start("c", cores="1", num_gpu_blocks_override=14, max_model_len=1024).ready()
-        assert _until_cached(fresh, asked, 640)["tokens"] == own["tokens"]
+        assert until_cached(fresh, asked, 640)["tokens"] == own["tokens"]
         many = [{"prompt": prompt(10 + n, 500), "params": {"max_tokens": 150}} for n in range(6)]
         scarce = [found["tokens"] for found in fresh.ask("generate", many=many)]
         assert [len(tokens) for tokens in scarce] == [150] * 6
         fresh.reset()
         assert fresh.ask("metrics")["vllm:num_preemptions"] > 0
-
-
-def _until_cached(
-    engine: Engine,
-    asked: list[int],
-    cached: int,
-    *,
-    helper: Engine | None = None,
-    node: NodeProcess | None = None,
-    **options: Any,
-) -> dict[str, Any]:
-    """Ask until that much of the prompt was reused: stores finish a moment after the answer.
-
-    helper: asked before every further try. node: tells its side when it never happens.
-    """
-    give_up = time.monotonic() + REUSE_S
-    while True:
-        found = engine.generate(asked, **options)
-        if found["cached"] == cached:
-            return found
-        if time.monotonic() > give_up:
-            told = node.told() if node is not None else ""
-            pytest.fail(f"reused {found['cached']} tokens of {cached}: {engine.ask('metrics')}\n{told}")
-        if helper is not None:
-            helper.generate(asked, **options)
-        engine.reset()
-
-
-def _shared_between_ranks(server: Server, node: NodeProcess, asked: list[int]) -> int:
-    """Tokens that rank 1 had not to compute, since rank 0 had."""
-    before = node.chunks()
-    assert server.cached(asked, rank=0) == 0
-    give_up = time.monotonic() + REUSE_S
-    while node.chunks() < before + 640 // BLOCK and time.monotonic() < give_up:
-        time.sleep(0.05)
-    return server.cached(asked, rank=1)
 
 
 @pytest.fixture
@@ -220,18 +164,6 @@ def engine_of(node: NodeProcess, models: Path, tmp_path: Path) -> Iterator[Calla
 
 
 class TestOtherEngines:
-    def test_two_ranks_store_and_load_their_own_parts(self, engine_of: Callable[..., Engine]) -> None:
-        engine = engine_of("llama", cores="0|1", tensor_parallel_size=2)
-        asked = prompt(1, 700)
-        engine.generate(asked)
-        own = engine.generate(asked)
-        computed = engine.digests()
-        engine.reset()
-        loaded = _until_cached(engine, asked, 640)
-        assert loaded["tokens"] == own["tokens"]
-        assert engine.ask("metrics")["vllm:kvferry_loaded_tokens"] >= 640
-        assert len(computed & engine.digests()) >= 2 * 640 // BLOCK
-
     def test_a_hybrid_model_is_served_uncached_with_one_warning(
         self, engine_of: Callable[..., Engine]
     ) -> None:
@@ -241,14 +173,3 @@ class TestOtherEngines:
         engine.reset()
         assert engine.generate(asked) == {"tokens": tokens, "cached": 0}
         assert engine.text().count("served without the shared cache") == 1
-
-    def test_two_data_parallel_ranks_share_the_pool(
-        self, node: NodeProcess, models: Path, tmp_path: Path
-    ) -> None:
-        server = Server(models / "llama", directory=tmp_path, socket=node.socket, cores="0|1")
-        try:
-            server.ready()
-            # Each prompt is asked once, and a busy node may be too late for one.
-            assert any(_shared_between_ranks(server, node, prompt(n, 700)) == 640 for n in range(21, 26))
-        finally:
-            server.close()
