@@ -1,0 +1,283 @@
+"""SGLang's own pools and controllers on CPU tensors, over a node of ours."""
+
+import hashlib
+import json
+import struct
+import threading
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from sglang.srt import runtime_context
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache import utils as cache_utils
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+from sglang.srt.mem_cache.storage import StorageBackendFactory
+
+from kvferry.config import NodeSettings
+from kvferry.engines.sglang import backend
+from kvferry.engines.sglang.backend import KvferryStorage
+from kvferry.node.node import Node
+from kvferry.testing.expectations import WAIT_S
+
+PAGE = 16
+LAYERS = 3
+SLOTS = 16 * PAGE
+POOL_BYTES = 64 << 20
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
+
+
+def page_hash(raw: Any, prior: bytes | None, page_size: int | None) -> Any:
+    """SGLang's page hash: SHA-256 over the one before and the tokens, 32 bits each (64 for image tokens)."""
+    tokens = list(raw)
+    size = page_size or len(tokens)
+    found = []
+    for start in range(0, len(tokens) - size + 1, size):
+        page = tokens[start : start + size]
+        wide = any(token >= 1 << 32 for token in page)
+        packed = b"\xff" + struct.pack(f"<{size}Q", *page) if wide else struct.pack(f"<{size}I", *page)
+        prior = hashlib.sha256((prior or b"") + packed).digest()
+        found.append(prior.hex())
+    return found if page_size else found[0]
+
+
+def _native_hash(key: Any, prior: bytes | None, page_size: int | None = None) -> Any:
+    tokens = getattr(key, "token_ids", key)
+    return page_hash(list(tokens)[: len(key)], prior, page_size)
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """One process that is all ranks there are."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    with (
+        patch.object(cache_utils, "get_native_hash", _native_hash),
+        patch.object(backend, "CONNECT_S", WAIT_S),
+        runtime_context.get_parallel().override(tp_rank=0, pp_rank=0, attn_dcp_size=1, attn_dcp_rank=0),
+    ):
+        yield
+    torch.distributed.destroy_process_group()
+
+
+def model(directory: Path, *, weights: bytes = b"w", config: str = "{}") -> Path:
+    """A checkpoint that is only looked at."""
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(config)
+    header = json.dumps(
+        {"w": {"dtype": "U8", "shape": [len(weights)], "data_offsets": [0, len(weights)]}}
+    ).encode()
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + weights)
+    return directory
+
+
+@contextmanager
+def serving(model_path: Path, **options: Any) -> Iterator[None]:
+    """This process serves that model, as SGLang's own tests say it."""
+    with runtime_context.get_context().override_server_args(model_path=str(model_path), **options):
+        yield
+
+
+def start_node(directory: Path, stack: ExitStack, **settings: Any) -> Node:
+    directory.mkdir(mode=0o700, exist_ok=True)
+    tier = settings.pop("tier", None)
+    node = Node(
+        NodeSettings(pool_bytes=POOL_BYTES, socket_path=directory / "node.sock", metrics_port=0, **settings),
+        **({"tier": tier} if tier is not None else {}),
+    )
+    stack.callback(node.close)
+    node.start()
+    return node
+
+
+def mha_pool(layout: str = "page_first", *, heads: int = 2, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """SGLang's device pool of a small model with attention heads, and its host pool."""
+    device = MHATokenToKVPool(
+        size=SLOTS,
+        page_size=PAGE,
+        dtype=dtype,
+        head_num=heads,
+        head_dim=8,
+        layer_num=LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    host = MHATokenToKVPoolHost(
+        device.get_device_pool_infos()[0].buffer_info,
+        2.0,
+        0,
+        PAGE,
+        layout,
+        pin_memory=False,
+        device_capacity_tokens=SLOTS,
+        start_layer=0,
+        end_layer=LAYERS,
+    )
+    return device, host
+
+
+def mla_pool(layout: str = "page_first") -> Any:
+    """The same for a model with latent attention."""
+    device = MLATokenToKVPool(
+        size=SLOTS,
+        page_size=PAGE,
+        dtype=torch.bfloat16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        layer_num=LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    host = MLATokenToKVPoolHost(
+        device.get_device_pool_infos()[0].buffer_info,
+        2.0,
+        0,
+        PAGE,
+        layout,
+        pin_memory=False,
+        device_capacity_tokens=SLOTS,
+        start_layer=0,
+        end_layer=LAYERS,
+        target_layer_num=LAYERS,
+    )
+    return device, host
+
+
+def mamba_pool(*, side_state: bool = False) -> MambaPoolHost:
+    """Host slots for recurrent states of two layers."""
+    slots = 8
+    info = MambaStateBufferInfo(
+        temporal=torch.zeros(2, slots, 4, 6, dtype=torch.float32),
+        conv=(torch.zeros(2, slots, 5, 3, dtype=torch.bfloat16),),
+        extra_checkpoint_buffers=(torch.zeros(slots, 7, dtype=torch.float32),) if side_state else (),
+    )
+    return MambaPoolHost(info, 2.0, 0, device_capacity=slots, pin_memory=False, layout="page_first")
+
+
+def storage_config(extra: dict[str, Any], **fields: Any) -> HiCacheStorageConfig:
+    """What the controller makes of its process, with one rank unless told otherwise."""
+    known: dict[str, Any] = {
+        "tp_rank": 0,
+        "tp_size": 1,
+        "pp_rank": 0,
+        "pp_size": 1,
+        "attn_cp_rank": 0,
+        "attn_cp_size": 1,
+        "is_mla_model": False,
+        "enable_storage_metrics": False,
+        "is_page_first_layout": True,
+        "model_name": "small",
+    }
+    return HiCacheStorageConfig(**(known | fields), extra_config=extra)
+
+
+def extra_config(socket: Path, **more: Any) -> dict[str, Any]:
+    """``--hicache-storage-backend-extra-config``."""
+    return {
+        "backend_name": "kvferry",
+        "module_path": "kvferry.engines.sglang.backend",
+        "class_name": "KvferryStorage",
+        "interface_v1": 1,
+        "socket": str(socket),
+        "deadline_ms": 60_000,
+        **more,
+    }
+
+
+def storage(
+    socket: Path, host: Any, stack: ExitStack, *, sides: dict[Any, Any] | None = None, **fields: Any
+) -> KvferryStorage:
+    """Through SGLang's factory, with its pools registered as the controllers do it."""
+    more = fields.pop("extra", {})
+    config = storage_config(extra_config(socket, **more), **fields)
+    made = StorageBackendFactory.create_backend("dynamic", config, host)
+    assert isinstance(made, KvferryStorage)
+    stack.callback(made.close)
+    made.register_mem_pool_host(host)
+    for name, pool in (sides or {}).items():
+        made.register_mem_host_pool_v2(pool, name)
+    made.on_host_pools_registered()
+    return made
+
+
+def controller(
+    socket: Path, device: Any, host: Any, stack: ExitStack, *, model_name: str = "small", **options: Any
+) -> HiCacheController:
+    """SGLang's controller with our storage attached and its threads running."""
+    allocator = PagedTokenToKVPoolAllocator(
+        SLOTS, page_size=PAGE, dtype=torch.bfloat16, device="cpu", kvcache=device, need_sort=False
+    )
+    made = HiCacheController(
+        allocator,
+        host,
+        PAGE,
+        tp_group=torch.distributed.group.WORLD,
+        load_cache_event=threading.Event(),
+        write_policy=options.pop("write_policy", "write_through"),
+        io_backend="direct",
+        storage_backend="dynamic",
+        prefetch_threshold=PAGE,
+        model_name=model_name,
+        storage_backend_extra_config=extra_config(socket),
+        enable_storage_metrics=True,
+        **options,
+    )
+    stack.callback(made.detach_storage_backend)
+    return made
+
+
+def hashes(pages: int, *, seed: int = 1, prior: str | None = None) -> list[str]:
+    """The names of so many pages of one prompt."""
+    tokens = array("q", range(seed * 1_000, seed * 1_000 + pages * PAGE))
+    found: list[str] = cache_utils.get_hash_str(tokens, prior, PAGE)
+    return found
+
+
+def scramble(host: Any, seed: int = 0) -> None:
+    """Random bytes in all of a pool's memory."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in _tensors(host):
+        tensor.view(torch.uint8).random_(0, 256, generator=generator)
+
+
+def _tensors(host: Any) -> Iterator[torch.Tensor]:
+    found = [host.kv_buffer]
+    while found:
+        one = found.pop()
+        if isinstance(one, (list, tuple)):
+            found += list(one)
+        elif one.numel():
+            yield one
+
+
+def page_bytes(host: Any, indices: torch.Tensor) -> list[bytes]:
+    """What SGLang itself says the pages hold."""
+    size = host.page_size
+    pages = [host.get_data_page(int(indices[at]), flat=True) for at in range(0, len(indices), size)]
+    return [page.contiguous().view(torch.uint8).numpy().tobytes() for page in pages]
+
+
+def slots(host: Any, pages: int) -> torch.Tensor:
+    """Allocated in the pool."""
+    found = host.alloc(pages * host.page_size)
+    assert found is not None
+    return found
+
+
+def take(queue: Any) -> Any:
+    """The next entry of one of the controller's queues."""
+    return queue.get(timeout=WAIT_S)
+
+
+def flat(lists: Sequence[Sequence[bool]]) -> list[bool]:
+    return [one for part in lists for one in part]
