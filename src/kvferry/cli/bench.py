@@ -1,4 +1,4 @@
-"""``kvferry bench tiers|engines|faults|chaos``: hands over to the benchmark that was asked for."""
+"""``kvferry bench tiers|engines|faults|chaos|soak``: hands over to the benchmark that was asked for."""
 
 import argparse
 import importlib
@@ -10,6 +10,10 @@ BENCHMARKS = {
     "engines": ("kvferry.bench.engines", "time to first token from each tier, against the engine's own hit"),
     "faults": ("kvferry.bench.faults.command", "what a fault costs real engines, and how reuse returns"),
     "chaos": ("kvferry.bench.chaos.command", "wrong bytes, leaks and late answers while all of it is broken"),
+    "soak": (
+        "kvferry.bench.soak.command",
+        "conversations on real engines: every answer and loaded block checked",
+    ),
 }
 
 

@@ -33,11 +33,15 @@ PROBE_CLASS = "kvferry.demo.probe.KvProbe"
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
-    """name: "A", "B"... core: the one it is pinned to. connected: with the kvferry connector or plain."""
+    """name: "A", "B"... core: the one it is pinned to. connected: with the kvferry connector or plain.
+
+    arguments: of the engine, behind the usual ones.
+    """
 
     name: str
     core: int
     connected: bool = True
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +240,7 @@ class Fleet:
         ]
         if plan.connected:
             command += ["--kv-transfer-config", json.dumps(self.transfer_config())]
-        return command
+        return [*command, *plan.arguments]
 
     def transfer_config(self) -> dict[str, object]:
         """What ``--kv-transfer-config`` gets: all that an engine needs to join."""
