@@ -1,11 +1,10 @@
 """docs/faults.md: every fault has tests that exist, and a counter that exists."""
 
-import ast
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
+from tests.style.named_tests import defined, missing, named, section_rows
 
 from kvferry.engines.vllm.counters import COUNTERS, FAILURES
 from kvferry.node.wire import Reason
@@ -21,30 +20,11 @@ LATER = {22, 23, 24, 25, 26, 36, 37}  # of parts that do not exist yet: a disk, 
 
 NODE = "".join(file.read_text() for file in (ROOT / "src/kvferry/node").glob("*.py"))
 
-_TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 _METRIC = re.compile(r"`((?:vllm:)?kvferry_\w+)`")
 
 
-def rows(heading: str) -> list[list[str]]:
-    """The cells of the table under a heading."""
-    section = PAGE.read_text().split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
-
-
-ALL = rows("All faults")
-REPORTED = rows("Faults that other caches were reported with")
-
-
-@cache
-def defined(path: str) -> frozenset[str]:
-    """Functions and classes of a test file, methods included."""
-    known = [root / path for root in (ROOT / "tests", ROOT / "src" / "kvferry", ROOT)]
-    file = next((file for file in known if file.is_file()), None)
-    if file is None:
-        return frozenset()
-    kinds = (ast.FunctionDef, ast.ClassDef)
-    return frozenset(node.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds))
+ALL = section_rows(PAGE, "All faults")
+REPORTED = section_rows(PAGE, "Faults that other caches were reported with")
 
 
 def test_every_fault_has_one_row() -> None:
@@ -59,35 +39,34 @@ def test_no_cell_is_empty_for_a_part_that_exists(row: list[str]) -> None:
     if int(number) in LATER:
         assert into.startswith("comes with")
     else:
-        assert _TEST.findall(tests)
+        assert named(tests)
         assert counted.strip("-")
 
 
 @pytest.mark.parametrize("row", [*ALL, *REPORTED], ids=lambda row: row[0][:40])
 def test_every_test_that_is_named_exists(row: list[str]) -> None:
-    named = [(path, name) for cell in row for path, name in _TEST.findall(cell)]
-    assert not [f"{path}::{name}" for path, name in named if name not in defined(path)]
+    assert not missing(" ".join(row))
 
 
 def test_every_reported_fault_has_a_test() -> None:
     assert REPORTED
-    assert not [row for row in REPORTED if not _TEST.findall(row[1])]
+    assert not [row for row in REPORTED if not named(row[1])]
 
 
 def test_every_counter_that_is_named_exists() -> None:
     known = {metric.exposed_name for metric in METRICS}
     known |= {f"vllm:kvferry_{name}_total" for name in (*COUNTERS, FAILURES)}
-    named = {name for row in ALL for name in _METRIC.findall(row[5])}
-    assert named
-    assert not named - known
+    found = {name for row in ALL for name in _METRIC.findall(row[5])}
+    assert found
+    assert not found - known
 
 
 def test_every_cause_that_is_named_exists() -> None:
     words: set[str] = {kind.value for kinds in (Cause, Outcome, Reason, DeclineReason) for kind in kinds}
     words |= set(re.findall(r'"([a-z]+(?:-[a-z]+)*)"', NODE))
-    named = {name for row in ALL for name in re.findall(r"`(?!kvferry)([a-z_-]+)`", row[5])}
-    assert named
-    assert not named - words
+    found = {name for row in ALL for name in re.findall(r"`(?!kvferry)([a-z_-]+)`", row[5])}
+    assert found
+    assert not found - words
 
 
 def test_a_test_that_does_not_exist_would_be_noticed() -> None:
