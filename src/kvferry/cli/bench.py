@@ -1,4 +1,4 @@
-"""``kvferry bench tiers|engines|faults|chaos|soak``: hands over to the benchmark that was asked for."""
+"""``kvferry bench NAME``: hands over to the benchmark that was asked for."""
 
 import argparse
 import importlib
@@ -8,6 +8,7 @@ from kvferry.cli.parser import Parser
 BENCHMARKS = {
     "tiers": ("kvferry.bench.tiers", "Valkey to pool and back, against bare sockets and the usual clients"),
     "engines": ("kvferry.bench.engines", "time to first token from each tier, against the engine's own hit"),
+    "lmcache": ("kvferry.bench.lmcache", "LMCache's own bench l2: our adapter beside its resp and valkey"),
     "faults": ("kvferry.bench.faults.command", "what a fault costs real engines, and how reuse returns"),
     "chaos": ("kvferry.bench.chaos.command", "wrong bytes, leaks and late answers while all of it is broken"),
     "soak": (
