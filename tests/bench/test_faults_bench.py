@@ -25,8 +25,10 @@ def _trial(*, ttft_s: float = 3.0, lost_s: float = 0.001, problems: tuple[str, .
         reasons={"stalled": 1},
         usual=[Paid(lookup_lost_s=0.002)],
         after=[
-            Paid(hooks={"get_finished": 0.001}, lookup_s=0.02, load_s=0.03),
-            Paid(lookup_lost_s=lost_s / 4, load_lost_s=lost_s / 2, hooks={"get_finished": lost_s / 4}),
+            Paid(hooks={"get_transfer_results": 0.001}, lookup_s=0.02, load_s=0.03),
+            Paid(
+                lookup_lost_s=lost_s / 4, load_lost_s=lost_s / 2, hooks={"get_transfer_results": lost_s / 4}
+            ),
         ],
         back_s=1.5,
         problems=list(problems),

@@ -96,12 +96,16 @@ class HostMemory:
             LayerView(f"layer{n}", 0, n * blocks * BLOCK_BYTES, (blocks, BLOCK_BYTES), (BLOCK_BYTES, 1), 1)
             for n in range(LAYERS)
         ]
-        self.copier = CpuBlockCopier(plan_layout(views, blocks=blocks), [self.kv.reshape(-1)])
+        self.copiers = [CpuBlockCopier(plan_layout(views, blocks=blocks), [self.kv.reshape(-1)])]
         self.cores = frozenset({0})
         self.device = "cpu"
 
+    def fence(self) -> None:
+        """Nothing is queued here."""
+
     def close(self) -> None:
-        self.copier.close()
+        for copier in self.copiers:
+            copier.close()
 
 
 class SideFleet:
@@ -139,7 +143,7 @@ class SideFleet:
             str(self.node.settings.socket_path),
             f"engine{len(self._schedulers)}",
             namespace,
-            tuple(WorkerPart(rank, 1) for rank in range(ranks)),
+            tuple((WorkerPart(rank, 1),) for rank in range(ranks)),
         )
         pins = Pins(ranks=ranks)
         client = SchedulerClient(

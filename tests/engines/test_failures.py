@@ -76,7 +76,7 @@ def test_a_load_that_failed_is_counted_under_its_reason_and_silence_makes_the_no
     request = FakeRequest("r", list(range(3 * BLOCK + 1)))
     request.blocks = bench.pool.take(4) or []
     assert bench.side.matched_tokens(request, 0) == (2 * BLOCK, True)
-    assert bench.side.allocated(request, request.blocks, 2 * BLOCK)
+    assert bench.side.allocated(request, (request.blocks,), 2 * BLOCK)
     bench.side.absorb(WorkerReport([LoadResult("r", 1, 100, 0.1, reason)]))
     bench.side.load_finished("r")
     counts = bench.side.counts.take()
@@ -97,7 +97,7 @@ def test_time_that_brought_something_is_told_from_time_that_was_lost(
         bench.side.matched_tokens(request, 0)
     if count:
         request.blocks = bench.pool.take(4) or []
-        bench.side.allocated(request, request.blocks, count * BLOCK)
+        bench.side.allocated(request, (request.blocks,), count * BLOCK)
         bench.side.absorb(WorkerReport([LoadResult("r", count, 100, 0.1, reason)]))
         bench.side.load_finished("r")
     counts = bench.side.counts.take()

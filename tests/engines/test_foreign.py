@@ -30,7 +30,7 @@ def bench() -> Iterator[Bench]:
 
 
 def _step(bench: Bench, *, computes: int, loads: bool) -> Any:
-    tables = {name: request.blocks for name, request in bench.requests.items()}
+    tables = {name: (request.blocks,) for name, request in bench.requests.items()}
     scheduled = dict.fromkeys(bench.requests, computes)
     output = StepOutput(scheduled, StepOutput({}, None, tables), has_sync_kv_loads=loads)
     return bench.side.plan_step(output)

@@ -22,7 +22,7 @@ class BreaksWhilePlanning:
     def __init__(self, pins: Pins) -> None:
         self._pins = pins
 
-    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> bool:
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int) -> bool:
         return True
 
     def plan_step(self, output: Any) -> Any:

@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 
-from kvferry.engines.planning import Eligibility
+from kvferry.engines.planning import ChunkGeometry, Eligibility
 from kvferry.engines.vllm.compat import unsupported_by_config
 from kvferry.engines.vllm.facts import gathered_facts
 from kvferry.engines.vllm.identity import AdapterDigests, assign, chunk_geometry
-from kvferry.engines.vllm.messages import WorkerFacts
+from kvferry.engines.vllm.messages import GroupFacts, WorkerFacts
 from kvferry.engines.vllm.requests import Admission
 from kvferry.engines.vllm.settings import ConnectorSettings
 from kvferry.errors import KvferryError, MisconfiguredError, RefusedError
 from kvferry.identity.domain import DomainKey
+from kvferry.identity.geometry import GroupKind, KvGroup
 from kvferry.identity.weights import model_fingerprint
 from kvferry.testing.fake_engine import FakeRequest
 
@@ -88,8 +89,16 @@ def config(model: Path, **changes: Any) -> Any:
 
 def facts(rank: int = 0, **changes: Any) -> WorkerFacts:
     """What a worker says."""
-    fields: dict[str, Any] = {"block_bytes": 4096, "layout": "X/LBHNC/1", "packing": "vec", "scales": ()}
-    return WorkerFacts(rank, device="cpu", layers=("l0", "l1"), **(fields | changes))
+    fields: dict[str, Any] = {"block_bytes": 4096, "layout": "X/LBHNC/1", "heads": 4} | changes
+    group = GroupFacts(("l0", "l1"), fields["block_bytes"], fields["layout"], fields["heads"])
+    packing, scales = fields.get("packing", "vec"), fields.get("scales", ())
+    return WorkerFacts(rank, 0, (group,), packing, "cpu", scales)
+
+
+def chunks(block: int = 128, settings: ConnectorSettings | None = None) -> ChunkGeometry:
+    """Of one group of full attention, on a CPU."""
+    full = KvGroup(GroupKind.FULL, block, stages=(), block_bytes=(), kv_heads=1)
+    return chunk_geometry([full], settings or SETTINGS, device="cpu")
 
 
 SETTINGS = ConnectorSettings(socket=Path("/s"))
@@ -99,7 +108,13 @@ KEY = DomainKey.default("default")
 def namespace(model: Path, settings: ConnectorSettings = SETTINGS, **changes: Any) -> bytes:
     """Of one rank."""
     worker = {name: changes.pop(name) for name in ("layout", "packing", "scales") if name in changes}
-    found = assign(config(model, **changes), settings, key=KEY, facts=[facts(**worker)])
+    found = assign(
+        config(model, **changes),
+        settings,
+        key=KEY,
+        facts=[facts(**worker)],
+        chunks=chunks(changes.get("block", 128), settings),
+    )
     return found.namespace.namespace
 
 
@@ -146,7 +161,7 @@ def test_what_turns_items_into_kv_changes_the_namespace(tmp_path: Path) -> None:
         engine = config(model)
         engine.lora_config = SimpleNamespace(enable_tower_connector_lora=changes.pop("tower", False))
         engine.model_config.multimodal_config = SimpleNamespace(**(fields | pruning | changes))
-        return assign(engine, SETTINGS, key=KEY, facts=[facts()]).namespace.namespace
+        return assign(engine, SETTINGS, key=KEY, facts=[facts()], chunks=chunks()).namespace.namespace
 
     changes: list[dict[str, Any]] = [
         {"mm_encoder_attn_backend": "FLASH_ATTN"},
@@ -168,16 +183,23 @@ def test_equal_copies_of_a_model_share_whatever_their_paths(tmp_path: Path) -> N
 
 def test_ranks_hold_parts_of_their_own_unless_they_share_heads(tmp_path: Path) -> None:
     model = model_directory(tmp_path / "m")
-    apart = assign(config(model, ranks=2), SETTINGS, key=KEY, facts=[facts(0), facts(1)])
-    assert [tuple(part) for part in apart.parts] == [(0, 1), (1, 1)]
-    same = assign(config(model, ranks=2, heads=1), SETTINGS, key=KEY, facts=[facts(0), facts(1)])
-    assert [tuple(part) for part in same.parts] == [(0, 2), (0, 2)]
+    apart = assign(config(model, ranks=2), SETTINGS, key=KEY, facts=[facts(0), facts(1)], chunks=chunks())
+    assert apart.parts == (((0, 1),), ((1, 1),))
+    few = [facts(0, heads=1), facts(1, heads=1)]
+    same = assign(config(model, ranks=2), SETTINGS, key=KEY, facts=few, chunks=chunks())
+    assert same.parts == (((0, 2),), ((0, 2),))
 
 
 def test_ranks_that_differ_are_refused(tmp_path: Path) -> None:
     model = model_directory(tmp_path / "m")
     with pytest.raises(MisconfiguredError, match="differently"):
-        assign(config(model, ranks=2), SETTINGS, key=KEY, facts=[facts(0), facts(1, packing="amx")])
+        assign(
+            config(model, ranks=2),
+            SETTINGS,
+            key=KEY,
+            facts=[facts(0), facts(1, packing="amx")],
+            chunks=chunks(),
+        )
 
 
 def test_weights_that_cannot_be_read_are_refused_unless_their_revision_is_given(tmp_path: Path) -> None:
@@ -190,10 +212,11 @@ def test_weights_that_cannot_be_read_are_refused_unless_their_revision_is_given(
 
 def test_chunk_tokens_must_fit_the_block_size(tmp_path: Path) -> None:
     with pytest.raises(MisconfiguredError, match="200"):
-        chunk_geometry(config(tmp_path), ConnectorSettings(socket=Path("/s"), chunk_tokens=200), device="cpu")
-    assert chunk_geometry(config(tmp_path), SETTINGS, device="cpu").chunk_tokens == 128
-    assert chunk_geometry(config(tmp_path, block=16), SETTINGS, device="cuda").chunk_tokens == 256
-    assert chunk_geometry(config(tmp_path, block=48), SETTINGS, device="cuda").chunk_tokens == 288
+        chunks(128, ConnectorSettings(socket=Path("/s"), chunk_tokens=200))
+    assert chunks(128).chunk_tokens == 128
+    for blocks, tokens in (([16], 256), ([48], 288), ([16, 528], 528), ([32, 48], 288)):
+        groups = [KvGroup(GroupKind.FULL, block, stages=(), block_bytes=(), kv_heads=1) for block in blocks]
+        assert chunk_geometry(groups, SETTINGS, device="cuda").chunk_tokens == tokens
 
 
 @pytest.mark.parametrize(

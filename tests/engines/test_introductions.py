@@ -8,11 +8,13 @@ import pytest
 
 from kvferry.engines.vllm.facts import INTRODUCTION_WAIT_S, Introductions
 from kvferry.engines.vllm.guard import Guard
-from kvferry.engines.vllm.messages import StepPlan, WorkerFacts, WorkerReport
+from kvferry.engines.vllm.messages import GroupFacts, StepPlan, WorkerFacts, WorkerReport
 
 
 def _facts(rank: int, problem: str = "") -> WorkerFacts:
-    return WorkerFacts(rank, 4096, "layout", "packing", "cpu", ("layer",), problem=problem)
+    return WorkerFacts(
+        rank, 0, (GroupFacts(("layer",), 4096, "layout", 1),), "packing", "cpu", problem=problem
+    )
 
 
 def test_facts_count_once_all_ranks_have_given_them_whatever_their_order() -> None:

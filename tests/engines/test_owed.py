@@ -7,17 +7,18 @@ import pytest
 from tests.engines.sides import HostMemory
 
 from kvferry.client.messages import LoadTicket, NamespaceInfo
-from kvferry.engines.planning import BlockSpan
+from kvferry.engines.planning import GroupLoad
 from kvferry.engines.vllm.messages import Assignment, LoadSpec, SaveChunk, SaveSpec, StepPlan, WorkerPart
 from kvferry.engines.vllm.worker import WorkerSide
 from kvferry.errors import BrokenError
 
-ASSIGNMENT = Assignment("/s", "e", NamespaceInfo(bytes(16), (3072,), 4, "default"), (WorkerPart(0, 1),))
+ASSIGNMENT = Assignment("/s", "e", NamespaceInfo(bytes(16), (3072,), 4, "default"), ((WorkerPart(0, 1),),))
 
 
 def load(name: str) -> LoadSpec:
     """Of two chunks into blocks 1 and 2."""
-    return LoadSpec(name, (LoadTicket(1, 1, 0, 0, (None, None), 0.0, 1.0),), ((1,), (2,)), BlockSpan(0, 1))
+    ticket = LoadTicket(1, 1, 0, 0, (None, None), 0.0, 1.0)
+    return LoadSpec(name, 2, (ticket,), (GroupLoad(0, 0, ((1,), (2,))),))
 
 
 def plan(step: int) -> StepPlan:
@@ -87,7 +88,7 @@ def test_a_save_that_breaks_is_reported_as_not_stored(worker: WorkerSide) -> Non
 def test_a_load_that_breaks_fails_no_block_that_the_engine_had_itself(worker: WorkerSide) -> None:
     """Such a block may be in use by other requests, which would be thrown back."""
     ticket = LoadTicket(1, 1, 0, 0, (None, None), 0.0, 1.0)
-    half = LoadSpec("a", (ticket,), ((1, 2), (3, 4)), BlockSpan(1, 2))
+    half = LoadSpec("a", 2, (ticket,), (GroupLoad(0, 1, ((2,), (3, 4))),))
     worker.decline(StepPlan(step=1, assignment=ASSIGNMENT, loads=(half,)))
     assert answered(worker)[:2] == ({"a"}, {2, 3, 4})
 

@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 
 from kvferry.engines.planning import (
     ChunkGeometry,
-    chunk_blocks,
     external_blocks,
     failed_block_ids,
+    part_blocks,
+    plan_group_load,
     plan_load,
     plan_lookup,
     plan_saves,
@@ -58,10 +59,13 @@ def test_a_load_covers_exactly_what_the_engine_lacks(
         assert local >= end or local < first * geometry.chunk_tokens
         return
     assert local + load.external_tokens == end
-    missing_blocks = (
-        (load.chunks - 1) * geometry.blocks_per_chunk + load.first_span.stop - load.first_span.start
-    )
-    assert missing_blocks * geometry.block_tokens == load.external_tokens
+    assert (load.end_tokens, load.end_chunk) == (end, first + count)
+    table = list(range(1000, 1000 + end // geometry.block_tokens))
+    filled = plan_group_load(geometry, geometry.groups[0], load=load, table=table, null_block=0)
+    assert filled is not None
+    assert [block for blocks in filled.blocks for block in blocks] == table[local_blocks:]
+    assert (filled.first_chunk, len(filled.blocks)) == (load.first_chunk, load.chunks)
+    assert filled.first == local_blocks - load.first_chunk * geometry.blocks_per_chunk
 
 
 @given(geometries, st.integers(0, 3000), st.integers(0, 3000), st.integers(0, 50))
@@ -78,8 +82,8 @@ def test_only_chunks_whose_tokens_are_known_and_computed_are_saved_once(
 @given(geometries, st.integers(1, 12))
 def test_chunks_divide_a_block_table(geometry: ChunkGeometry, chunks: int) -> None:
     table = list(range(1000, 1000 + chunks * geometry.blocks_per_chunk))
-    blocks = [block for c in range(chunks) for block in chunk_blocks(geometry, c, table)]
-    assert blocks == table
+    parts = [part_blocks(geometry, geometry.groups[0], chunk=c, table=table) for c in range(chunks)]
+    assert [block for part in parts for block in part or ()] == table
 
 
 @given(st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=4), max_size=8), st.data())

@@ -54,10 +54,10 @@ PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str, str]] = {
         transfers.Loader,
         "_copy",
         lambda self, job, ready: (
-            self._copier.load(
+            job.copier.load(
                 ready.view,
-                job.spec.needed(ready.index - job.first_chunk)[1],
-                first=job.spec.needed(ready.index - job.first_chunk)[0],
+                job.wanted.needed(ready.index - job.wanted.first_chunk)[1],
+                first=job.wanted.needed(ready.index - job.wanted.first_chunk)[0],
                 after=job.after,
             )
             or job.stream.copied(ready.index)

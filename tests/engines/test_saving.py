@@ -60,7 +60,7 @@ class Bench:
         geometry = ChunkGeometry(BLOCK, BLOCK * chunk_blocks)
         namespace = NamespaceInfo(bytes(16), (1024,), geometry.chunk_tokens, "default")
         self.side = SchedulerSide(
-            assignment=Assignment("/s", "e", namespace, (WorkerPart(0, 1),)),
+            assignment=Assignment("/s", "e", namespace, ((WorkerPart(0, 1),),)),
             geometry=geometry,
             admission=Admission(
                 key=DomainKey.default("default"),
@@ -87,7 +87,7 @@ class Bench:
 
     def step(self, **tokens: int) -> Any:
         """The plan of a step that computes these."""
-        tables = {name: self.requests[name].blocks for name in tokens}
+        tables = {name: (self.requests[name].blocks,) for name in tokens}
         plan = self.side.plan_step(StepOutput(tokens, StepOutput({}, None, tables)))
         for name, count in tokens.items():
             self.requests[name].num_computed_tokens += count

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from kvferry.client.messages import LoadTicket, ReservedSlot, ReserveOutcome
 from kvferry.engines.vllm.copy import Fence
 from kvferry.engines.vllm.messages import SaveChunk, SaveResult, SaveSpec, WorkerPart
-from kvferry.engines.vllm.transfers import Saver, Stream
+from kvferry.engines.vllm.transfers import SaveJob, Saver, Stream
 
 PART_BYTES = 64
 CHUNKS = 5
@@ -75,9 +75,9 @@ def test_once_a_publication_did_not_leave_no_other_slot_of_that_save_is_written(
         results.append(result)
         done.set()
 
-    saver = Saver(copier, on_thread_start=lambda: None, on_done=on_done)
+    saver = Saver(on_thread_start=lambda: None, on_done=on_done)
     chunks = tuple(SaveChunk(at, bytes([at]) * 32, (at,)) for at in range(CHUNKS))
-    saver.submit(SaveSpec(1, (), chunks), store, part=WorkerPart(0, 1), rank=0, after=None)
+    saver.submit(SaveJob(SaveSpec(1, (), chunks), store, copier, WorkerPart(0, 1), 0, None))
     assert done.wait(WAIT_S)
     saver.close()
     assert results == [SaveResult(1, tuple(chunk.digest for chunk in chunks[:2]), CHUNKS - 2, 2 * PART_BYTES)]

@@ -122,8 +122,9 @@ class ReusesAnAbortedLoad(MemoryWorker):
 class LoadsOverTheEnginesOwn(MemoryScheduler):
     """Fills the request's first blocks, which the engine has itself and may share."""
 
-    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> object:
-        return super().allocated(request, block_ids[: external_tokens // BLOCK_TOKENS], external_tokens)
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int) -> object:
+        head = [table[: external_tokens // BLOCK_TOKENS] for table in tables]
+        return super().allocated(request, head, external_tokens)
 
 
 class PromisesEverything(MemoryScheduler):
@@ -257,9 +258,9 @@ class NeverStoresTwice(MemoryScheduler):
         self._written |= written
         return found
 
-    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> object:
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int) -> object:
         self._written.update(self._tracked[request.request_id].offered)
-        return super().allocated(request, block_ids, external_tokens)
+        return super().allocated(request, tables, external_tokens)
 
 
 class BelievesTheNodeBefore(MemoryScheduler):

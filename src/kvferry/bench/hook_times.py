@@ -25,7 +25,7 @@ HOOKS: tuple[str, ...] = (
     "wait_for_layer_load",
     "save_kv_layer",
     "wait_for_save",
-    "get_finished",
+    "get_transfer_results",
     "build_connector_worker_meta",
     "get_block_ids_with_load_errors",
 )

@@ -4,12 +4,14 @@ Everything an engine knows is counted in tokens and blocks, everything the node 
 module turns one into the other. No engine, no clock, no I/O: an engine's connector feeds it and acts.
 """
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
 from kvferry.errors import MisconfiguredError
+from kvferry.identity.geometry import GroupKind, KvGroup
 
 MAX_CHUNKS_PER_PROMPT = 65536
 
@@ -30,10 +32,19 @@ class Eligibility(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ChunkGeometry:
-    """Tokens per engine block and per chunk. Raises MisconfiguredError when they do not fit."""
+    """Tokens per engine block and per chunk. Raises MisconfiguredError when they do not fit.
+
+    block_tokens: the engine's own hits end at its multiples; of several groups the least common multiple.
+    groups: the engine's KV groups, in its order, without stages. Empty: one of full attention.
+    drafts: draft layers keep KV beside the model's. What they keep for a token depends on the one after it,
+        so that of a hit's last token may have come from another continuation. It cannot change an answer,
+        only how many drafts are accepted.
+    """
 
     block_tokens: int
     chunk_tokens: int
+    groups: tuple[KvGroup, ...] = ()
+    drafts: bool = False
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1:
@@ -44,6 +55,23 @@ class ChunkGeometry:
                 f"chunk_tokens {self.chunk_tokens} is not a multiple of the engine's block size "
                 f"{self.block_tokens}: use e.g. {nearest}"
             )
+        if not self.groups:
+            full = KvGroup(GroupKind.FULL, self.block_tokens, stages=(), block_bytes=(), kv_heads=1)
+            object.__setattr__(self, "groups", (full,))
+
+    @property
+    def by_block(self) -> bool:
+        """Whether the head of a load is of use without its rest, so that a failure is told block by block.
+
+        Not so with several groups, whose blocks an engine does not tell apart, nor with a group that keeps
+        trailing chunks alone.
+        """
+        return len(self.groups) == 1 and not self.trailing
+
+    @property
+    def trailing(self) -> bool:
+        """Whether some group needs only the last chunks before a boundary: a load then serves as a whole."""
+        return any(group.trailing_chunks(self.chunk_tokens) for group in self.groups)
 
     @property
     def blocks_per_chunk(self) -> int:
@@ -74,24 +102,28 @@ def plan_lookup(geometry: ChunkGeometry, *, prompt_tokens: int, local_tokens: in
     return LookupPlan(first, chunks) if chunks > first else None
 
 
-class BlockSpan(NamedTuple):
-    """Blocks ``start`` to ``stop`` (exclusive) of a chunk, counted inside the chunk."""
-
-    start: int
-    stop: int
-
-
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
     """What a hit gives beyond the engine's own prefix.
 
-    external_tokens: for the engine's accounting. chunks: how many of the answer's chunks are needed.
-    first_span: the blocks of the first chunk that are missing (its head may be in the engine already).
+    external_tokens: for the engine's accounting, beyond ``local_tokens``. first_chunk, end_chunk: the chunks
+    that hold them; of the first one the head, of the last one the tail may not be needed.
     """
 
+    local_tokens: int
     external_tokens: int
-    chunks: int
-    first_span: BlockSpan
+    first_chunk: int
+    end_chunk: int
+
+    @property
+    def chunks(self) -> int:
+        """How many of the answer's chunks are needed: its last."""
+        return self.end_chunk - self.first_chunk
+
+    @property
+    def end_tokens(self) -> int:
+        """Where the request goes on computing."""
+        return self.local_tokens + self.external_tokens
 
 
 def plan_load(geometry: ChunkGeometry, *, first_chunk: int, count: int, local_tokens: int) -> LoadPlan | None:
@@ -99,14 +131,69 @@ def plan_load(geometry: ChunkGeometry, *, first_chunk: int, count: int, local_to
 
     None when the engine has as much itself, or when its own prefix has shrunk below the answer's first
     chunk since the lookup (its blocks were evicted), so that the answer no longer connects.
+
+    With drafts the last block is computed anew, as with a hit of the engine's own; where a load serves as a
+    whole only, it is not.
     """
     local_chunk = local_tokens // geometry.chunk_tokens
-    end_chunk = first_chunk + count
-    if local_chunk < first_chunk or local_chunk >= end_chunk:
+    end_tokens = (first_chunk + count) * geometry.chunk_tokens
+    if geometry.drafts and not geometry.trailing:
+        end_tokens -= geometry.block_tokens
+    if local_chunk < first_chunk or local_tokens >= end_tokens:
         return None
-    external = end_chunk * geometry.chunk_tokens - local_tokens
-    head_blocks = (local_tokens - local_chunk * geometry.chunk_tokens) // geometry.block_tokens
-    return LoadPlan(external, end_chunk - local_chunk, BlockSpan(head_blocks, geometry.blocks_per_chunk))
+    return LoadPlan(
+        local_tokens, end_tokens - local_tokens, local_chunk, -(-end_tokens // geometry.chunk_tokens)
+    )
+
+
+class GroupLoad(NamedTuple):
+    """The blocks of one KV group that a load fills.
+
+    first_chunk: the first chunk that one of them belongs to. blocks: per chunk from there on. first: which
+    block of the first chunk's part they begin with; of the other chunks' parts it is the first.
+    """
+
+    first_chunk: int
+    first: int
+    blocks: tuple[tuple[int, ...], ...]
+
+    def needed(self, position: int) -> tuple[int, tuple[int, ...]]:
+        """For the chunk at ``position``: the first block of its part to read, and the blocks to fill."""
+        return (0 if position else self.first), self.blocks[position]
+
+
+def plan_group_load(
+    geometry: ChunkGeometry, group: KvGroup, *, load: LoadPlan, table: Sequence[int], null_block: int | None
+) -> GroupLoad | None:
+    """What a load fills of one group, from the request's block table once the engine has allocated.
+
+    The engine's own blocks before ``load.local_tokens`` are never filled: other requests may be reading them.
+    Nor is ``null_block``, which stands for positions that the engine will not read. None when the engine
+    expects blocks that the group's parts do not hold.
+    """
+    per_chunk, held = geometry.chunk_tokens // group.block_tokens, group.part_blocks(geometry.chunk_tokens)
+    own, end = load.local_tokens // group.block_tokens, load.end_tokens // group.block_tokens
+    if len(table) < end:
+        return None
+    span = table[own:end]
+    nulls = 0
+    if null_block is not None and null_block in span:
+        nulls = len(span) - list(reversed(span)).index(null_block)
+        if group.kind is GroupKind.FULL or span[:nulls].count(null_block) != nulls:
+            return None
+    start = own + nulls
+    if start == end:
+        return GroupLoad(load.end_chunk, 0, ())
+    chunk = start // per_chunk
+    first = start - (chunk + 1) * per_chunk + held
+    trailing = group.trailing_chunks(geometry.chunk_tokens)
+    if first < 0 or (trailing and chunk < load.end_chunk - trailing):
+        return None
+    if held < per_chunk and chunk < load.end_chunk - 1:
+        return None
+    bounds = [start, *range((chunk + 1) * per_chunk, end, per_chunk), end]
+    blocks = tuple(tuple(table[a:b]) for a, b in itertools.pairwise(bounds))
+    return GroupLoad(chunk, first, blocks)
 
 
 def plan_saves(
@@ -121,10 +208,21 @@ def plan_saves(
     return range(first_unsaved, max(first_unsaved, min(full, MAX_CHUNKS_PER_PROMPT)))
 
 
-def chunk_blocks(geometry: ChunkGeometry, chunk: int, block_ids: Sequence[int]) -> tuple[int, ...]:
-    """The engine blocks of a chunk, from the request's block table."""
-    start = chunk * geometry.blocks_per_chunk
-    return tuple(block_ids[start : start + geometry.blocks_per_chunk])
+def part_blocks(
+    geometry: ChunkGeometry,
+    group: KvGroup,
+    *,
+    chunk: int,
+    table: Sequence[int],
+    null_block: int | None = None,
+) -> tuple[int, ...] | None:
+    """The engine blocks of a chunk's part, from the request's block table.
+
+    None where the engine has let go of one of them.
+    """
+    end = (chunk + 1) * (geometry.chunk_tokens // group.block_tokens)
+    blocks = tuple(table[end - group.part_blocks(geometry.chunk_tokens) : end])
+    return None if null_block in blocks else blocks
 
 
 def external_blocks(block_ids: Sequence[int], *, external_tokens: int, block_tokens: int) -> tuple[int, ...]:
@@ -134,6 +232,15 @@ def external_blocks(block_ids: Sequence[int], *, external_tokens: int, block_tok
     """
     count = -(-external_tokens // block_tokens)
     return tuple(block_ids[len(block_ids) - count :]) if count else ()
+
+
+def owed_blocks(
+    geometry: ChunkGeometry, tables: Sequence[Sequence[int]], *, external_tokens: int
+) -> tuple[int, ...]:
+    """What must be told as failed where a load cannot be made: none where failures are told by request."""
+    if not geometry.by_block:
+        return ()
+    return external_blocks(tables[0], external_tokens=external_tokens, block_tokens=geometry.block_tokens)
 
 
 def failed_block_ids(load_blocks: Sequence[Sequence[int]], arrived: Collection[int]) -> list[int]:

@@ -28,7 +28,7 @@ class SchedulerHooks(Protocol):
     """The scheduler's side of a connector."""
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]: ...
-    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> object: ...
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int) -> object: ...
     def plan_step(self, output: Any) -> Any: ...
     def absorb(self, report: Any) -> None: ...
     def load_finished(self, request_id: str) -> None: ...
@@ -89,12 +89,16 @@ class Block:
 
 
 class BlockPool:
-    """vLLM's pool: blocks that nobody uses keep their content until they are taken."""
+    """vLLM's pool: blocks that nobody uses keep their content until they are taken.
+
+    null_block: stands in tables for a block that its request does not need; it has no place in memory.
+    """
 
     def __init__(self, count: int) -> None:
         self.blocks = [Block(number) for number in range(count)]
         self.free: OrderedDict[int, None] = OrderedDict((number, None) for number in range(count))
         self.cached: dict[bytes, int] = {}
+        self.null_block = Block(count)
 
     def touch(self, blocks: Sequence[Block]) -> None:
         """One more user."""
@@ -140,9 +144,10 @@ class StepOutput:
 
     num_scheduled_tokens: dict[str, int]
     kv_connector_block_state: "StepOutput | None" = None
-    tables: dict[str, list[int]] = field(default_factory=dict)
+    tables: dict[str, tuple[list[int], ...]] = field(default_factory=dict)
+    boundary_state_offloads: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
     has_sync_kv_loads: bool = False
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
-        """Of the one group."""
-        return (self.tables[request_id],)
+        """By group."""
+        return self.tables[request_id]

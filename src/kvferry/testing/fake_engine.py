@@ -115,7 +115,9 @@ class FakeEngine:
                 if self._grow(request, request.num_computed_tokens + tokens):
                     scheduled[request.request_id] = tokens
                     budget -= tokens
-        tables = {name: list(self.requests[name].blocks) for name in scheduled}
+        tables: dict[str, tuple[list[int], ...]] = {
+            name: (list(self.requests[name].blocks),) for name in scheduled
+        }
         plan = self._scheduler.plan_step(StepOutput(scheduled, StepOutput({}, None, tables)))
         finished: list[set[str]] = []
         failed: set[int] = set()
@@ -154,7 +156,7 @@ class FakeEngine:
                 raise BrokenError("a hit left no token to compute")
             if not self._allocate(request, local, external):
                 return False
-            self._scheduler.allocated(request, request.blocks, external)
+            self._scheduler.allocated(request, (request.blocks,), external)
             request.num_computed_tokens = len(local) * self._block_tokens + external
             request.external_tokens = external
             if loads:

@@ -100,14 +100,14 @@ class MemoryScheduler:
         external = len(tracked.offered) * BLOCK_TOKENS
         return external, bool(external)
 
-    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> object:
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int) -> object:
         """The engine has blocks for it: the load goes out with the next plan."""
         if external_tokens:
             tracked = self._tracked[request.request_id]
             tracked.loading = True
             self.leases += 1
             self._store.leases += 1
-            blocks = external_blocks(block_ids, external_tokens=external_tokens, block_tokens=BLOCK_TOKENS)
+            blocks = external_blocks(tables[0], external_tokens=external_tokens, block_tokens=BLOCK_TOKENS)
             self._loads.append(Load(request.request_id, tracked.offered, blocks))
         return None
 

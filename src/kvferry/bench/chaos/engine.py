@@ -22,9 +22,9 @@ from kvferry.client.scheduler import GRACE_S, LOOKUP_WAIT_SHARE, MAX_LOOKUP_WAIT
 from kvferry.client.stream import GRACE_S as LOAD_GRACE_S
 from kvferry.client.stream import LoadStream
 from kvferry.costs import PrefillModel
-from kvferry.engines.planning import BlockSpan
-from kvferry.engines.vllm.messages import LoadSpec, SaveChunk, SaveSpec, WorkerPart
-from kvferry.engines.vllm.transfers import LoadJob
+from kvferry.engines.planning import GroupLoad
+from kvferry.engines.vllm.messages import SaveChunk, SaveSpec, WorkerPart
+from kvferry.engines.vllm.transfers import LoadJob, SaveJob
 
 POLL_S = 0.001
 WARM_PAUSE_S = 0.002
@@ -135,7 +135,7 @@ class User:
         blocks = tuple((first + at,) for at in range(answer.count))
         parts = range(len(PART_BYTES))
         tickets = tuple(answer.ticket(part) for part in parts)
-        spec = LoadSpec(request_id, tickets, blocks, BlockSpan(0, 1))
+        wanted = GroupLoad(answer.first_chunk, 0, blocks)
         for part in parts:
             engine.blocks[part].poison([block for (block,) in blocks])
         began = time.monotonic()
@@ -143,7 +143,15 @@ class User:
             stream = self._call("load", engine.stores[part].load, tickets[part])
             if not isinstance(stream, LoadStream):
                 raise TypeError(f"load gave {stream!r}")
-            engine.loaders[part].submit(LoadJob(spec, stream, part=WorkerPart(part, 1), after=None))
+            job = LoadJob(
+                request_id,
+                stream,
+                copier=engine.blocks[part],
+                wanted=wanted,
+                part=WorkerPart(part, 1),
+                after=None,
+            )
+            engine.loaders[part].submit(job)
         if self._rng.random() < ABORT_SHARE:
             for part in parts:
                 engine.loaders[part].cancel(request_id)
@@ -186,7 +194,8 @@ class User:
         save_id = self._number << 32 | self._requests
         spec = SaveSpec(save_id, prompt.digests[:start], chunks)
         for rank, store in enumerate(engine.stores):
-            engine.savers[rank].submit(spec, store, part=WorkerPart(rank, 1), rank=0, after=None)
+            job = SaveJob(spec, store, engine.blocks[rank], WorkerPart(rank, 1), 0, None)
+            engine.savers[rank].submit(job)
         for rank in range(len(engine.stores)):
             result = engine.results.save(save_id, rank)
             if result is None:

@@ -158,12 +158,12 @@ class Engine:
             for rank in range(len(PART_BYTES))
         ]
         self.loaders = [
-            Loader(blocks, on_thread_start=_nothing, on_done=self.results.loaded(rank))
-            for rank, blocks in enumerate(self.blocks)
+            Loader(on_thread_start=_nothing, on_done=self.results.loaded(rank))
+            for rank in range(len(self.blocks))
         ]
         self.savers = [
-            Saver(blocks, on_thread_start=_nothing, on_done=self.results.saved(rank))
-            for rank, blocks in enumerate(self.blocks)
+            Saver(on_thread_start=_nothing, on_done=self.results.saved(rank))
+            for rank in range(len(self.blocks))
         ]
 
     def note(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
+from kvferry.engines.vllm.groups import unshared
 from kvferry.engines.vllm.roles import KvRole
 from kvferry.errors import MisconfiguredError
 
@@ -86,7 +87,7 @@ def unsupported_reason(config: "VllmConfig", kv_cache: "KVCacheConfig") -> Unsup
 
     Such an engine runs as if there were no connector: a warning once, no lookups, no saves.
     """
-    reason = unsupported_by_config(config) or _by_groups(kv_cache)
+    reason = unsupported_by_config(config) or unshared(kv_cache)
     return Unsupported(reason) if reason is not None else None
 
 
@@ -120,22 +121,4 @@ def _by_features(config: "VllmConfig") -> str | None:
         return f"speculative decoding with a draft model ({speculative.method}), whose KV is not stored"
     if not config.cache_config.enable_prefix_caching:
         return "prefix caching switched off in the engine"
-    return None
-
-
-def _by_groups(kv_cache: "KVCacheConfig") -> str | None:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    groups = kv_cache.kv_cache_groups
-    if len(groups) != 1:
-        return f"{len(groups)} groups of KV caches (hybrid or sliding-window model)"
-    spec = groups[0].kv_cache_spec
-    if type(spec) is not FullAttentionSpec:
-        return f"KV caches of kind {type(spec).__name__}"
-    if spec.sliding_window is not None or spec.attention_chunk_size is not None:
-        return "sliding-window or chunked attention"
-    if groups[0].is_eagle_group or groups[0].host_resident or not groups[0].enable_kv_transfer:
-        return "a KV group that is not the model's own"
-    if spec.tokens_per_state != 1 or spec.non_causal:
-        return "compressed or non-causal KV"
     return None

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -26,7 +27,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvferry.client.messages import Tier
 from kvferry.config import client_token
-from kvferry.engines.planning import external_blocks
+from kvferry.engines.planning import ChunkGeometry, owed_blocks
 from kvferry.engines.vllm.announced import Announced
 from kvferry.engines.vllm.asker import Asker
 from kvferry.engines.vllm.compat import (
@@ -36,20 +37,22 @@ from kvferry.engines.vllm.compat import (
     unsupported_reason,
 )
 from kvferry.engines.vllm.facts import Introductions, gathered_facts, worker_facts
+from kvferry.engines.vllm.groups import kv_groups, layers_by_group
 from kvferry.engines.vllm.guard import Guard, guarded
 from kvferry.engines.vllm.identity import AdapterDigests, assign, chunk_geometry
+from kvferry.engines.vllm.kv_memory import KvMemory
 from kvferry.engines.vllm.messages import Assignment, StepPlan, WorkerFacts, WorkerReport
 from kvferry.engines.vllm.multimodal import ItemDigests
+from kvferry.engines.vllm.opening import open_scheduler
 from kvferry.engines.vllm.pins import Pins
-from kvferry.engines.vllm.prefill import PrefillWatch
 from kvferry.engines.vllm.reach import connect_scheduler, connect_worker
 from kvferry.engines.vllm.requests import Admission
 from kvferry.engines.vllm.scheduler import SchedulerSide
 from kvferry.engines.vllm.settings import parse_settings
 from kvferry.engines.vllm.stats import KvferryPromMetrics, KvferryStats
 from kvferry.engines.vllm.transfers import Store
-from kvferry.engines.vllm.worker import KvMemory, WorkerSide
-from kvferry.errors import KvferryError
+from kvferry.engines.vllm.worker import WorkerSide
+from kvferry.errors import KvferryError, MisconfiguredError
 from kvferry.identity.domain import DomainKey
 
 if TYPE_CHECKING:
@@ -102,9 +105,15 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerSide | None = None
         self._facts: WorkerFacts | None = None
         self._spare_step = 0
+        self._geometry = ChunkGeometry(1, 1)
         if self._unsupported is None:
             # Fails at start-up, not at the first request, and in every process.
-            chunk_geometry(vllm_config, self._settings, device=vllm_config.device_config.device_type)
+            self._geometry = chunk_geometry(
+                kv_groups(kv_cache_config),
+                self._settings,
+                device=vllm_config.device_config.device_type,
+                drafts=any(group.is_eagle_group for group in kv_cache_config.kv_cache_groups),
+            )
         elif role is KVConnectorRole.SCHEDULER:
             _log.warning(
                 "kvferry: served without the shared cache: %s is not supported yet", self._unsupported.reason
@@ -112,10 +121,11 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # -- parts; a connector that watches another's work puts its own round them ---------------------
 
-    def _kv_memory(self, kv_caches: Mapping[str, Any], *, blocks_per_chunk: int) -> KvMemory:
-        """The engine's memory, with what copies to and from it."""
+    def _kv_memory(self, kv_caches: Mapping[str, Any], *, layers: Sequence[Sequence[str]]) -> KvMemory:
+        """The engine's memory, with what copies to and from it. layers: by KV group."""
+        held = [group.part_blocks(self._geometry.chunk_tokens) for group in self._geometry.groups]
         blocks = self._kv_cache_config.num_blocks
-        return KvMemory(kv_caches, blocks=blocks, blocks_per_chunk=blocks_per_chunk)
+        return KvMemory(kv_caches, groups=layers, blocks=blocks, part_blocks=held)
 
     def _node_worker(self, assignment: Assignment, rank: int) -> Store:
         """The worker's way to the node."""
@@ -153,24 +163,32 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(lambda self, kv_caches: None)
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         """The engine's KV memory, once."""
-        if self._unsupported is not None or self._worker is not None:
+        if self._worker is not None:
             return
-        geometry = chunk_geometry(
-            self._vllm_config, self._settings, device=self._vllm_config.device_config.device_type
-        )
         try:
-            memory = self._kv_memory(kv_caches, blocks_per_chunk=geometry.blocks_per_chunk)
+            if self._unsupported is not None:  # perhaps by a layer that the scheduler side does not see
+                raise MisconfiguredError(f"{self._unsupported.reason} is not supported yet")
+            layers = layers_by_group(self._kv_cache_config, kv_caches)
+            memory = self._kv_memory(kv_caches, layers=layers)
             self._facts = worker_facts(
-                self._vllm_config, memory.layout, device=memory.device, layers=list(kv_caches)
+                self._vllm_config,
+                self._kv_cache_config,
+                layouts=memory.layouts,
+                layers=layers,
+                device=memory.device,
             )
         except KvferryError as error:
-            self._facts = WorkerFacts(0, 0, "", "", "", (), problem=str(error))
+            self._facts = WorkerFacts(0, 0, (), "", "", problem=str(error))
             return
+        parallel = self._vllm_config.parallel_config
         self._worker = WorkerSide(
             memory,
-            rank=self._facts.tensor_rank,
+            rank=self._facts.pipeline_rank * int(parallel.tensor_parallel_size) + self._facts.tensor_rank,
+            by_block=self._geometry.by_block,
             connect=self._node_worker,
         )
+        if parallel.pipeline_parallel_size > 1:  # what the other stages hold, this one cannot tell
+            return
         # What the scheduler side will say, unless ranks disagree: the pool is mapped before the first load.
         with contextlib.suppress(KvferryError):
             self._worker.connect(self._assign([self._facts] * self._ranks))
@@ -208,12 +226,16 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.end_step()
 
-    @guarded(lambda self, ids: (None, self._worker.finished_loads() if self._worker else None))
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose loads have ended, well or not."""
+    @guarded(lambda self, ids: self._ended())
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Requests whose loads have ended, and which of them must be recomputed as a whole."""
+        return self._ended()
+
+    def _ended(self) -> KVConnectorTransferResults:
         if self._worker is None:
-            return None, None
-        return None, self._worker.finished_loads() or None
+            return KVConnectorTransferResults()
+        ended, failed = self._worker.finished_loads(), self._worker.failed_requests()
+        return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
     @guarded(lambda self: self._worker.failed_blocks() if self._worker else set())
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -257,17 +279,18 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except KvferryError as error:
             _log.warning("kvferry: served without the shared cache: %s", error)
             return
-        self._start(assignment, device=facts[0].device)
+        self._start(assignment)
 
     def _assign(self, facts: Sequence[WorkerFacts]) -> Assignment:
-        return assign(self._vllm_config, self._settings, key=self._key, facts=facts)
+        return assign(self._vllm_config, self._settings, key=self._key, facts=facts, chunks=self._geometry)
 
-    def _start(self, assignment: Assignment, *, device: str) -> None:
+    def _start(self, assignment: Assignment) -> None:
         self._adapters, self._items = AdapterDigests(), ItemDigests()
         namespace = assignment.namespace
-        self._scheduler = SchedulerSide(
-            assignment=assignment,
-            geometry=chunk_geometry(self._vllm_config, self._settings, device=device),
+        self._scheduler = open_scheduler(
+            assignment,
+            geometry=self._geometry,
+            settings=self._settings,
             admission=Admission(
                 key=self._key,
                 namespace=namespace.namespace,
@@ -278,16 +301,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ),
             client=self._node_asker(assignment),
             pins=self._pins,
-            prefill=PrefillWatch(),
-            deadline_cap_s=self._settings.deadline_cap_ms / 1000,
             steps_in_flight=int(self._vllm_config.max_concurrent_batches),
-        )
-        _log.info(
-            "kvferry: chunks of %d tokens (%.1f MB), namespace %s, node at %s",
-            namespace.chunk_tokens,
-            sum(namespace.part_bytes) / 1e6,
-            namespace.namespace.hex(),
-            self._settings.socket,
         )
 
     @guarded(lambda self, pool: None)
@@ -306,19 +320,17 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(lambda self, request, blocks, external: self._announce(request, blocks, external))
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks are allocated; with external tokens, the load goes out with this step's plan."""
-        block_ids = self._announce(request, blocks, num_external_tokens)
+        tables = self._announce(request, blocks, num_external_tokens)
         if self._scheduler is not None:
-            self._scheduler.allocated(request, block_ids, num_external_tokens)
+            self._scheduler.allocated(request, tables, num_external_tokens)
 
-    def _announce(self, request: Any, blocks: Any, external: int) -> list[int]:
+    def _announce(self, request: Any, blocks: Any, external: int) -> tuple[list[int], ...]:
         """With external tokens vLLM puts the request to wait: from now on it is owed an end of its load."""
         if not external:
-            return []
-        block_ids: list[int] = blocks.get_block_ids()[0]
-        size = int(self._vllm_config.cache_config.block_size)
-        owed = external_blocks(block_ids, external_tokens=external, block_tokens=size)
-        self._announced.add(request.request_id, owed)
-        return block_ids
+            return ()
+        tables: tuple[list[int], ...] = blocks.get_block_ids()
+        self._announced.add(request.request_id, owed_blocks(self._geometry, tables, external_tokens=external))
+        return tables
 
     @guarded(lambda self, request, tokens: {})
     def get_external_cache_hit_sources(

@@ -1,42 +1,86 @@
 """What a worker finds out about its own KV memory, for the namespace."""
 
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvferry.engines.vllm.groups import kv_groups, kv_heads, layer_specs
 from kvferry.engines.vllm.layout import BlockLayout
-from kvferry.engines.vllm.messages import WorkerFacts
+from kvferry.engines.vllm.messages import GroupFacts, WorkerFacts
 from kvferry.errors import KvferryError, MisconfiguredError
+from kvferry.identity.geometry import GroupKind
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _AUTO = "auto"
 INTRODUCTION_WAIT_S = 5.0
 
 
 def worker_facts(
-    config: "VllmConfig", layout: BlockLayout, *, device: str, layers: Sequence[str]
+    config: "VllmConfig",
+    kv_cache: "KVCacheConfig",
+    *,
+    layouts: Sequence[BlockLayout | None],
+    layers: Sequence[Sequence[str]],
+    device: str,
 ) -> WorkerFacts:
-    """Raises MisconfiguredError where something that changes the bytes cannot be determined."""
-    from vllm.distributed.parallel_state import get_tp_group
+    """layouts, layers: by KV group; None and empty where this rank's stage has none of its layers.
 
-    modules = [config.compilation_config.static_forward_context[name] for name in layers]
-    backend = sorted({module.get_attn_backend().get_name() for module in modules})
-    order = config.cache_config.get_resolved_kv_cache_layout().name
+    Raises MisconfiguredError where something that changes the bytes cannot be determined.
+    """
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    context = config.compilation_config.static_forward_context
+    kinds = kv_groups(kv_cache)
+    specs = layer_specs(kv_cache)
+    attention = [
+        (name, kind.block_tokens)
+        for names, kind in zip(layers, kinds, strict=True)
+        if kind.kind is not GroupKind.STATE
+        for name in names
+    ]
     return WorkerFacts(
         tensor_rank=int(get_tp_group().rank_in_group),
-        block_bytes=layout.block_bytes,
-        layout=f"{'+'.join(backend)}/{order}/{layout.signature}",
-        packing=_cpu_packing(config, modules) if device == "cpu" else "none",
+        pipeline_rank=int(get_pp_group().rank_in_group),
+        groups=tuple(
+            GroupFacts(
+                tuple(names),
+                layout.block_bytes if layout is not None else 0,
+                _layout(config, [context[name] for name in names], layout, spec[0]) if layout else "",
+                _kv_heads(config, spec),
+            )
+            for names, layout, spec in zip(layers, layouts, specs, strict=True)
+        ),
+        packing=_cpu_packing(config, [(context[name], tokens) for name, tokens in attention])
+        if device == "cpu"
+        else "none",
         device=device,
-        layers=tuple(layers),
-        scales=_scales(config, layers, modules),
+        scales=_scales(config, {name: context[name] for name, _ in attention}),
     )
 
 
+def _layout(config: "VllmConfig", modules: Sequence[Any], layout: BlockLayout, spec: Any) -> str:
+    """Backends, the order that was resolved, shapes; of states what their elements are, too."""
+    backend = "+".join(sorted({module.get_attn_backend().get_name() for module in modules}))
+    order = config.cache_config.get_resolved_kv_cache_layout().name
+    text = f"{backend}/{order}/{layout.signature}"
+    dtypes = getattr(spec, "dtypes", None)
+    if dtypes is None:
+        return text
+    kinds = ",".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"{text}/{spec.mamba_type}/{kinds}"
+
+
+def _kv_heads(config: "VllmConfig", specs: Sequence[Any]) -> int:
+    attends = any(hasattr(spec, "num_kv_heads") for spec in specs)
+    total = int(config.model_config.get_total_num_kv_heads()) if attends else 0
+    return kv_heads(specs, total_heads=total, ranks=int(config.parallel_config.tensor_parallel_size))
+
+
 def gathered_facts(said: Sequence[object], *, ranks: int) -> list[WorkerFacts]:
-    """Every rank's facts, in rank order. Raises KvferryError where a rank has none, or a problem."""
+    """Every rank's facts, stage by stage. Raises KvferryError where a rank has none, or a problem."""
     facts = [one for one in said if isinstance(one, WorkerFacts)]
     for fact in facts:
         if fact.problem:
@@ -73,36 +117,30 @@ class Introductions:
         if len(self._heard) < self._ranks and not any(fact.problem for fact in self._heard):
             return None
         self.end()
-        return sorted(self._heard, key=lambda fact: fact.tensor_rank)
+        return sorted(self._heard, key=lambda fact: (fact.pipeline_rank, fact.tensor_rank))
 
     def end(self) -> None:
         """Known, or refused: nothing is waited for any more."""
         self._over = True
 
 
-def _cpu_packing(config: "VllmConfig", modules: Sequence[Any]) -> str:
-    """The instruction set that decides how CPU kernels pack elements inside a block."""
+def _cpu_packing(config: "VllmConfig", attention: Sequence[tuple[Any, int]]) -> str:
+    """The instruction set that decides how CPU kernels pack elements inside a block.
+
+    attention: its modules, and the tokens of their blocks.
+    """
     import torch
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    kinds = {
-        _get_attn_isa(
-            config.model_config.dtype,
-            config.cache_config.block_size,
-            module.head_size,
-            config.cache_config.cache_dtype,
-        )
-        for module in modules
-    }
+    dtype, cache_dtype = config.model_config.dtype, config.cache_config.cache_dtype
+    kinds = {_get_attn_isa(dtype, tokens, module.head_size, cache_dtype) for module, tokens in attention}
     machine, vectors = platform.machine(), "any"
     if machine == "x86_64":
         vectors = "avx512" if torch.cpu._is_avx512_supported() else "avx2"
     return f"{'+'.join(sorted(kinds))}/{machine}/{vectors}"
 
 
-def _scales(
-    config: "VllmConfig", layers: Sequence[str], modules: Sequence[Any]
-) -> tuple[tuple[str, tuple[float, ...]], ...]:
+def _scales(config: "VllmConfig", attention: Mapping[str, Any]) -> tuple[tuple[str, tuple[float, ...]], ...]:
     """The scales' values of quantised KV; none where KV is stored as computed."""
     if config.cache_config.cache_dtype in (_AUTO, "bfloat16", "float16", "float32"):
         return ()
@@ -112,7 +150,7 @@ def _scales(
             "engines: use a checkpoint with calibrated scales"
         )
     found: list[tuple[str, tuple[float, ...]]] = []
-    for name, module in zip(layers, modules, strict=True):
+    for name, module in attention.items():
         for kind in ("k", "v"):
             scale = getattr(module, f"_{kind}_scale", None)
             if scale is None:

@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from kvferry.engines.vllm.messages import Assignment, WorkerFacts, WorkerPart
 from kvferry.engines.vllm.settings import ConnectorSettings
 from kvferry.errors import MisconfiguredError, RefusedError
 from kvferry.identity.domain import DomainKey
-from kvferry.identity.geometry import Device, Geometry, GroupKind, KvGroup, default_chunk_tokens
+from kvferry.identity.geometry import Device, Geometry, KvGroup, default_chunk_tokens
 from kvferry.identity.namespace import KvScale, NamespaceSpec, Setting, fingerprint
 from kvferry.identity.weights import model_fingerprint, revision_fingerprint
 
@@ -30,11 +32,14 @@ _AUTO = "auto"
 MAX_ADAPTERS = 4096
 
 
-def chunk_geometry(config: "VllmConfig", settings: ConnectorSettings, *, device: str) -> ChunkGeometry:
-    """Blocks and chunks. Raises MisconfiguredError for chunk_tokens that do not fit the block size."""
-    block_tokens = int(config.cache_config.block_size)
+def chunk_geometry(
+    groups: Sequence[KvGroup], settings: ConnectorSettings, *, device: str, drafts: bool = False
+) -> ChunkGeometry:
+    """Blocks and chunks. Raises MisconfiguredError for chunk_tokens that do not fit the block sizes."""
+    block_tokens = math.lcm(*(group.block_tokens for group in groups))
     kind = Device.CPU if device == "cpu" else Device.GPU
-    return ChunkGeometry(block_tokens, settings.chunk_tokens or default_chunk_tokens(block_tokens, kind))
+    chunk_tokens = settings.chunk_tokens or default_chunk_tokens(block_tokens, kind)
+    return ChunkGeometry(block_tokens, chunk_tokens, tuple(groups), drafts)
 
 
 def assign(
@@ -43,28 +48,31 @@ def assign(
     *,
     key: DomainKey,
     facts: Sequence[WorkerFacts],
+    chunks: ChunkGeometry,
 ) -> Assignment:
-    """What every worker is told. facts: of each rank, in rank order; they must agree.
+    """What every worker is told. facts: of each rank, in rank order; those of a stage must agree.
 
     Raises MisconfiguredError where something that changes the bytes cannot be determined.
     """
-    head = _agreeing(facts)
-    chunks = chunk_geometry(config, settings, device=head.device)
+    tensor_ranks = int(config.parallel_config.tensor_parallel_size)
+    stages = [_agreeing(facts[at : at + tensor_ranks]) for at in range(0, len(facts), tensor_ranks)]
+    _agreeing_stages(stages)
     geometry = Geometry(
-        groups=(
-            KvGroup(
-                kind=GroupKind.FULL,
-                block_tokens=chunks.block_tokens,
-                stages=(head.layers,),
-                block_bytes=(head.block_bytes,),
-                kv_heads=int(config.model_config.get_total_num_kv_heads()),
-            ),
+        groups=tuple(
+            replace(
+                group,
+                stages=tuple(stage.groups[at].layers for stage in stages),
+                block_bytes=tuple(stage.groups[at].block_bytes for stage in stages),
+                kv_heads=stages[0].groups[at].kv_heads,
+            )
+            for at, group in enumerate(chunks.groups)
         ),
         chunk_tokens=chunks.chunk_tokens,
-        tensor_ranks=int(config.parallel_config.tensor_parallel_size),
+        tensor_ranks=tensor_ranks,
+        pipeline_ranks=len(stages),
     )
-    numbers = [geometry.part(0, tensor_rank=rank) for rank in range(geometry.tensor_ranks)]
-    spec = namespace_spec(config, settings, key=key, head=head, geometry=geometry)
+    spec = namespace_spec(config, settings, key=key, stages=stages, geometry=geometry)
+    label = f"{spec.model} {spec.kv_dtype} tp{tensor_ranks}" + (f" pp{len(stages)}" if stages[1:] else "")
     return Assignment(
         socket=str(settings.socket),
         engine=engine_label(config),
@@ -73,26 +81,54 @@ def assign(
             part_bytes=geometry.part_bytes,
             chunk_tokens=chunks.chunk_tokens,
             domain=settings.domain,
-            label=f"{spec.model} {spec.kv_dtype} tp{geometry.tensor_ranks}",
+            label=label,
+            trailing=geometry.trailing if any(geometry.trailing) else (),
         ),
-        parts=tuple(WorkerPart(number, numbers.count(number)) for number in numbers),
+        parts=rank_parts(geometry),
+    )
+
+
+def rank_parts(geometry: Geometry) -> tuple[tuple[WorkerPart | None, ...], ...]:
+    """By rank, stage by stage, then by group: the part that the rank holds; None where it has no layers."""
+    ranks = [
+        (stage, rank) for stage in range(geometry.pipeline_ranks) for rank in range(geometry.tensor_ranks)
+    ]
+    held = [
+        [geometry.part(group, tensor_rank=rank, pipeline_rank=stage) for group in range(len(geometry.groups))]
+        for stage, rank in ranks
+    ]
+    holders = Counter(part for parts in held for part in parts)
+    return tuple(
+        tuple(WorkerPart(part, holders[part]) if geometry.part_bytes[part] else None for part in parts)
+        for parts in held
     )
 
 
 def _agreeing(facts: Sequence[WorkerFacts]) -> WorkerFacts:
+    """Of one stage."""
     head = facts[0]
     for other in facts:
-        if (other.block_bytes, other.layout, other.packing, other.device) != (
-            head.block_bytes,
-            head.layout,
-            head.packing,
-            head.device,
-        ):
+        if (other.groups, other.packing, other.device) != (head.groups, head.packing, head.device):
             raise MisconfiguredError(
                 f"tensor-parallel ranks {head.tensor_rank} and {other.tensor_rank} keep KV differently: "
-                f"{head.layout} and {other.layout}"
+                f"{layout_text([head])} and {layout_text([other])}"
             )
     return head
+
+
+def _agreeing_stages(stages: Sequence[WorkerFacts]) -> None:
+    for other in stages:
+        heads = [[group.kv_heads for group in stage.groups] for stage in (stages[0], other)]
+        if heads[0] != heads[1] or (other.packing, other.device) != (stages[0].packing, stages[0].device):
+            raise MisconfiguredError(
+                f"pipeline stages {stages[0].pipeline_rank} and {other.pipeline_rank} keep KV differently: "
+                f"{stages[0].packing}, heads {heads[0]} and {other.packing}, heads {heads[1]}"
+            )
+
+
+def layout_text(stages: Sequence[WorkerFacts]) -> str:
+    """Of every group of every stage, as it enters the namespace."""
+    return " | ".join(" & ".join(group.layout for group in stage.groups) for stage in stages)
 
 
 def namespace_spec(
@@ -100,10 +136,10 @@ def namespace_spec(
     settings: ConnectorSettings,
     *,
     key: DomainKey,
-    head: WorkerFacts,
+    stages: Sequence[WorkerFacts],
     geometry: Geometry,
 ) -> NamespaceSpec:
-    """Everything that must be equal for another engine to use the bytes."""
+    """Everything that must be equal for another engine to use the bytes. stages: one rank's facts of each."""
     model = config.model_config
     compute = str(model.dtype).removeprefix("torch.")
     kv_dtype = str(config.cache_config.cache_dtype)
@@ -115,11 +151,11 @@ def namespace_spec(
         weights_generation=0,
         compute_dtype=compute,
         kv_dtype=compute if kv_dtype == _AUTO else kv_dtype,
-        kv_scales=tuple(KvScale(name, values) for name, values in head.scales),
+        kv_scales=tuple(KvScale(name, values) for stage in stages for name, values in stage.scales),
         engine=ENGINE,
         engine_format=ENGINE_FORMAT,
-        layout=head.layout,
-        packing=head.packing,
+        layout=layout_text(stages),
+        packing=stages[0].packing,
         geometry=geometry,
         settings=_overrides(config),
     )

@@ -7,8 +7,21 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvferry.client.messages import LoadTicket, NamespaceInfo
-from kvferry.engines.planning import BlockSpan
+from kvferry.engines.planning import GroupLoad
 from kvferry.errors import BrokenError
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """One KV group in a worker's memory. layers, block_bytes: none, where its stage has none of them.
+
+    layout: attention backends, order and shapes of a block. kv_heads: as in ``KvGroup``.
+    """
+
+    layers: tuple[str, ...]
+    block_bytes: int
+    layout: str
+    kv_heads: int
 
 
 @dataclass(frozen=True)
@@ -16,17 +29,16 @@ class WorkerFacts:
     """What only a worker knows of its KV memory. scales: (layer and kind, values) of quantised KV."""
 
     tensor_rank: int
-    block_bytes: int
-    layout: str
+    pipeline_rank: int
+    groups: tuple[GroupFacts, ...]
     packing: str
     device: str
-    layers: tuple[str, ...]
     scales: tuple[tuple[str, tuple[float, ...]], ...] = ()
     problem: str = ""
 
 
 class WorkerPart(NamedTuple):
-    """The part that a rank holds, and how many ranks hold equal bytes."""
+    """The part that a rank holds of a group, and how many ranks hold equal bytes."""
 
     number: int
     replicas: int
@@ -34,28 +46,29 @@ class WorkerPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Assignment:
-    """Everything a worker needs to reach the node: where, as whom, and which part each rank holds."""
+    """Everything a worker needs to reach the node: where, as whom, and which parts each rank holds.
+
+    parts: by rank, then by group; None where the rank's stage has no layers of the group.
+    """
 
     socket: str
     engine: str
     namespace: NamespaceInfo
-    parts: tuple[WorkerPart, ...]
+    parts: tuple[tuple[WorkerPart | None, ...], ...]
 
 
 class LoadSpec(NamedTuple):
-    """Load one request's prefix. blocks: engine blocks per chunk; first_span: which of the first chunk."""
+    """Load one request's prefix. chunks: how many of them it spans. groups: what it fills of each."""
 
     request_id: str
+    chunks: int
     tickets: tuple[LoadTicket, ...]  # by part number
-    blocks: tuple[tuple[int, ...], ...]
-    first_span: BlockSpan
+    groups: tuple[GroupLoad, ...]
 
-    def needed(self, position: int) -> tuple[int, tuple[int, ...]]:
-        """Number of the first block to fill of the chunk at ``position``, and the blocks to fill."""
-        if position:
-            return 0, self.blocks[position]
-        span = self.first_span
-        return span.start, self.blocks[0][span.start : span.stop]
+    @property
+    def blocks(self) -> list[int]:
+        """Every block that is to be filled, of all groups: not those that the engine has itself."""
+        return [block for group in self.groups for blocks in group.blocks for block in blocks]
 
 
 class SaveChunk(NamedTuple):
@@ -67,11 +80,12 @@ class SaveChunk(NamedTuple):
 
 
 class SaveSpec(NamedTuple):
-    """Chunks of one request that this step completes. prefix: the digests before the first of them."""
+    """Parts of one group of chunks that this step completes. prefix: the digests before the first chunk."""
 
     save_id: int
     prefix: tuple[bytes, ...]
     chunks: tuple[SaveChunk, ...]
+    group: int = 0
 
 
 @dataclass

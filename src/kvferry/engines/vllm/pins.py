@@ -17,6 +17,7 @@ class BlockPool(Protocol):
     """The part of vLLM's block pool that is used here."""
 
     blocks: Any
+    null_block: Any
 
     def touch(self, blocks: Any) -> None:
         """Take one more reference on each block."""
@@ -49,6 +50,11 @@ class Pins:
     def ready(self) -> bool:
         """Whether blocks can be pinned yet."""
         return self._pool is not None
+
+    @property
+    def null_block(self) -> int | None:
+        """The number that stands in a block table for a block that the engine does not need."""
+        return None if self._pool is None else int(self._pool.null_block.block_id)
 
     @property
     def pending(self) -> int:

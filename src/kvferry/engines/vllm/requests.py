@@ -60,7 +60,8 @@ class Story:
 class Tracked:
     """One request. chain: None until its extras are known, and for good where it takes no part.
 
-    reads, writes: whether it is looked up, and whether what it computes is stored.
+    reads, writes: whether it is looked up, and whether what it computes is stored. filled: the first chunk
+    that the load brings of each group.
     """
 
     request: Any
@@ -77,6 +78,7 @@ class Tracked:
     answered_at: float = 0.0
     answer: LookupAnswer | None = None
     load: LoadPlan | None = None
+    filled: tuple[int, ...] = ()
     load_began: float = 0.0
     results: list[LoadResult] = field(default_factory=list)
     first_unsaved: int = 0

@@ -11,7 +11,7 @@ from kvferry.client.messages import LookupAnswer, LookupRequest, Reason, Report
 from kvferry.engines.planning import (
     ChunkGeometry,
     Eligibility,
-    chunk_blocks,
+    LoadPlan,
     plan_load,
     plan_lookup,
     tokens_by_tier,
@@ -19,9 +19,9 @@ from kvferry.engines.planning import (
 from kvferry.engines.vllm.asker import Asker, Patience
 from kvferry.engines.vllm.counters import Counts, failure
 from kvferry.engines.vllm.foreign import ForeignLoads
+from kvferry.engines.vllm.loading import load_spec
 from kvferry.engines.vllm.messages import (
     Assignment,
-    LoadResult,
     LoadSpec,
     StepPlan,
     WorkerReport,
@@ -67,7 +67,7 @@ class SchedulerSide:
         self._admission = admission
         self._client = client
         self._patience = Patience()
-        self._saves = SaveBook(pins)
+        self._saves = SaveBook(pins, groups=len(geometry.groups))
         self._saving = SavePlanner(geometry, admission, self._saves)
         self._foreign = ForeignLoads(steps_in_flight=steps_in_flight)
         self._prefill = prefill
@@ -244,8 +244,8 @@ class SchedulerSide:
 
     # -- loads -------------------------------------------------------------------------------------
 
-    def allocated(self, request: Any, block_ids: Sequence[int], external_tokens: int) -> bool:
-        """vLLM gave the request its blocks. Whether a load of what was promised goes out next."""
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int) -> bool:
+        """vLLM gave the request its blocks, by group. Whether a load of what was promised goes out next."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             return False
@@ -257,18 +257,22 @@ class SchedulerSide:
             return False
         if tracked.phase is not Phase.ANSWERED or answer is None or load is None:
             return False
-        if load.external_tokens != external_tokens:
+        spec = None
+        if load.external_tokens == external_tokens:
+            spec = load_spec(
+                tracked.request_id,
+                geometry=self._geometry,
+                answer=answer,
+                load=load,
+                tables=tables,
+                null_block=self._saves.null_block,
+            )
+        if spec is None:
             self._drop_answer(tracked)
-            tracked.settle("the engine asked for another length")
+            tracked.settle("the engine asked for something else")
             return False
-        skipped = answer.count - load.chunks
-        first = answer.first_chunk + skipped
-        blocks = tuple(
-            chunk_blocks(self._geometry, first + position, block_ids) for position in range(load.chunks)
-        )
-        whole = [answer.ticket(part) for part in range(len(answer.parts[0]))]
-        tickets = tuple(t._replace(first_chunk=first, places=t.places[skipped:]) for t in whole)
-        self._loads.append(LoadSpec(tracked.request_id, tickets, blocks, load.first_span))
+        tracked.filled = tuple(group.first_chunk for group in spec.groups)
+        self._loads.append(spec)
         tracked.phase, tracked.load_began = Phase.LOADING, self._clock()
         tracked.results.clear()
         self.counts.add("loads")
@@ -289,7 +293,7 @@ class SchedulerSide:
         answer, load = tracked.answer, tracked.load
         self._drop_answer(tracked)
         if answer is not None and load is not None:
-            self._account(tracked, answer, load.chunks, tracked.results)
+            self._account(tracked, answer, load)
         failed = next((r.reason for r in tracked.results if r.reason != Reason.COMPLETE), "")
         if failed and not tracked.finished:
             self.counts.add(failure(failed))
@@ -299,11 +303,9 @@ class SchedulerSide:
         if tracked.finished:
             self._forget(tracked)
 
-    def _account(
-        self, tracked: Tracked, answer: LookupAnswer, wanted: int, results: Sequence[LoadResult]
-    ) -> None:
+    def _account(self, tracked: Tracked, answer: LookupAnswer, load: LoadPlan) -> None:
+        results, first, wanted = tracked.results, load.first_chunk, load.chunks
         loaded = min((result.chunks for result in results), default=0)
-        first = answer.first_chunk + answer.count - wanted
         tokens, story = self._geometry.chunk_tokens, tracked.story
         if loaded < wanted:
             self.counts.add("loads_failed")
@@ -313,7 +315,8 @@ class SchedulerSide:
         story.load_s += self._clock() - tracked.load_began
         self.counts.add("loaded_tokens", loaded * tokens)
         if tracked.chain is not None and answer.epoch == self._epoch:
-            self._saves.remember(tracked.chain.digests[first : first + loaded])
+            for group, filled in enumerate(tracked.filled if loaded else ()):
+                self._saves.remember(tracked.chain.digests[filled : first + loaded], group)
             # Damaged, evicted or out of reach: recomputed in any case, so stored again if it is not there.
             self._saves.forget(tracked.chain.digests[first + loaded : first + wanted])
 

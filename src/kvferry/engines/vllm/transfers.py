@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvferry.client.messages import (
     LoadEnd,
@@ -21,9 +21,9 @@ from kvferry.client.messages import (
     ReservedSlot,
     ReserveOutcome,
 )
-from kvferry.engines.planning import failed_block_ids
+from kvferry.engines.planning import GroupLoad, failed_block_ids
 from kvferry.engines.vllm.copy import BlockCopier, Fence
-from kvferry.engines.vllm.messages import LoadResult, LoadSpec, SaveResult, SaveSpec, WorkerPart
+from kvferry.engines.vllm.messages import LoadResult, SaveResult, SaveSpec, WorkerPart
 from kvferry.identity.stripes import part_checksums
 
 _log = logging.getLogger("vllm.kvferry")
@@ -57,14 +57,27 @@ class Store(Protocol):
 
 
 class LoadJob:
-    """One load on this rank. All fields are guarded by the pool's condition."""
+    """One part of a load on this rank. All fields are guarded by the pool's condition.
 
-    def __init__(self, spec: LoadSpec, stream: Stream, *, part: WorkerPart, after: Fence | None) -> None:
-        self.spec = spec
+    copier: to the blocks of the part's group. wanted: those to fill.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        stream: Stream,
+        *,
+        copier: BlockCopier,
+        wanted: GroupLoad,
+        part: WorkerPart,
+        after: Fence | None,
+    ) -> None:
+        self.request_id = request_id
         self.stream = stream
+        self.copier = copier
+        self.wanted = wanted
         self.part = part
         self.after = after
-        self.first_chunk = spec.tickets[part.number].first_chunk
         self.pulling = False
         self.copying = 0
         self.ended = False
@@ -86,15 +99,14 @@ class LoadJob:
 
     def result(self) -> tuple[LoadResult, list[int]]:
         """The result, and the blocks that do not hold what was promised."""
-        total = len(self.spec.blocks)
-        wanted = [self.spec.needed(position)[1] for position in range(total)]
-        failed = failed_block_ids(wanted, self.arrived)
+        total = len(self.wanted.blocks)
+        failed = failed_block_ids(self.wanted.blocks, self.arrived)
         chunks = next((p for p in range(total) if p not in self.arrived), total)
         reason = self.reason if chunks < total else Reason.COMPLETE
         if chunks < total and reason == Reason.COMPLETE:
             reason = Reason.ENDED
         seconds = time.monotonic() - self.began
-        return LoadResult(self.spec.request_id, chunks, self.nbytes, seconds, str(reason)), failed
+        return LoadResult(self.request_id, chunks, self.nbytes, seconds, str(reason)), failed
 
 
 class Loader:
@@ -102,13 +114,11 @@ class Loader:
 
     def __init__(
         self,
-        copier: BlockCopier,
         *,
         on_thread_start: Callable[[], None],
         on_done: Callable[[LoadResult, list[int]], None],
         threads: int = LOAD_THREADS,
     ) -> None:
-        self._copier = copier
         self._on_thread_start = on_thread_start
         self._on_done = on_done
         self._changed = threading.Condition()
@@ -130,7 +140,7 @@ class Loader:
         """End a request's load early; its result still comes."""
         with self._changed:
             for job in self._jobs:
-                if job.spec.request_id == request_id:
+                if job.request_id == request_id:
                     job.cancelled = True
 
     def close(self) -> None:
@@ -173,18 +183,18 @@ class Loader:
 
     def _pull(self, job: LoadJob, wait_s: float) -> ReadyPart | LoadEnd | Pending:
         if job.cancelled:
-            return LoadEnd(Reason.ENDED, job.first_chunk)
+            return LoadEnd(Reason.ENDED, job.wanted.first_chunk)
         try:
             return job.stream.next(wait_s)
         except Exception:  # noqa: BLE001 - a copying thread never dies of one load
             _log.exception("kvferry: a load failed and its rest is recomputed; please report this")
-            return LoadEnd(Reason.FAILED, job.first_chunk)
+            return LoadEnd(Reason.FAILED, job.wanted.first_chunk)
 
     def _copy(self, job: LoadJob, ready: ReadyPart) -> Reason:
         """COMPLETE when the part is in the engine's blocks, bit for bit."""
         try:
-            first, blocks = job.spec.needed(ready.index - job.first_chunk)
-            self._copier.load(ready.view, blocks, first=first, after=job.after)
+            first, blocks = job.wanted.needed(ready.index - job.wanted.first_chunk)
+            job.copier.load(ready.view, blocks, first=first, after=job.after)
             # After the copy: a slot that was given to someone else meanwhile cannot pass.
             if part_checksums(ready.view) != ready.checksums:
                 job.stream.corrupt(ready.index)
@@ -200,9 +210,10 @@ class Loader:
         with self._changed:
             job.copying -= 1
             if outcome is Reason.COMPLETE:
-                position = ready.index - job.first_chunk
+                position = ready.index - job.wanted.first_chunk
                 job.arrived.add(position)
-                job.nbytes += len(job.spec.needed(position)[1]) * self._copier.block_bytes
+                blocks = job.wanted.blocks[position]
+                job.nbytes += len(blocks) * job.copier.block_bytes
             else:
                 job.stop(outcome)
             self._finish_if_over(job)
@@ -224,35 +235,42 @@ class Loader:
             self._changed.notify_all()
 
 
+class SaveJob(NamedTuple):
+    """One group's parts of a save on this rank. copier: of the group's blocks."""
+
+    spec: SaveSpec
+    store: Store
+    copier: BlockCopier
+    part: WorkerPart
+    rank: int
+    after: Fence | None
+
+
 class Saver:
     """One thread that copies blocks out, in the order of the steps that computed them."""
 
     def __init__(
         self,
-        copier: BlockCopier,
         *,
         on_thread_start: Callable[[], None],
         on_done: Callable[[SaveResult], None],
     ) -> None:
-        self._copier = copier
         self._on_thread_start = on_thread_start
         self._on_done = on_done
         self._changed = threading.Condition()
-        self._queue: deque[tuple[SaveSpec, Store, WorkerPart, int, Fence | None]] = deque()
+        self._queue: deque[SaveJob] = deque()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="kvferry-save", daemon=True)
         self._thread.start()
 
-    def submit(
-        self, spec: SaveSpec, store: Store, *, part: WorkerPart, rank: int, after: Fence | None
-    ) -> None:
+    def submit(self, job: SaveJob) -> None:
         """Copy these chunks' blocks and publish them. The result goes to ``on_done``."""
         with self._changed:
             if not self._closing and len(self._queue) < MAX_QUEUED_SAVES:
-                self._queue.append((spec, store, part, rank, after))
+                self._queue.append(job)
                 self._changed.notify()
                 return
-        self._on_done(SaveResult(spec.save_id, (), len(spec.chunks), 0))
+        self._on_done(declined(job.spec))
 
     def close(self) -> None:
         """Drop what is queued and join the thread."""
@@ -269,24 +287,23 @@ class Saver:
                     self._changed.wait()
                 if not self._queue:
                     return
-                spec, store, part, rank, after = self._queue.popleft()
+                job = self._queue.popleft()
                 closing = self._closing
-            result = SaveResult(spec.save_id, (), len(spec.chunks), 0)
+            result = declined(job.spec)
             try:
                 if not closing:
-                    result = self._save(spec, store, part, rank, after)
+                    result = self._save(job)
             except Exception:  # noqa: BLE001 - nor the saving thread of one save
                 _log.exception("kvferry: chunks could not be stored; please report this")
             self._on_done(result)
 
-    def _save(
-        self, spec: SaveSpec, store: Store, part: WorkerPart, rank: int, after: Fence | None
-    ) -> SaveResult:
+    def _save(self, job: SaveJob) -> SaveResult:
+        spec, store, part = job.spec, job.store, job.part
         # Ranks with equal bytes take turns; the others count the chunk as stored, the writer decides.
-        turn = rank % part.replicas
+        turn = job.rank % part.replicas
         mine = [chunk for chunk in spec.chunks if chunk.number % part.replicas == turn]
         stored = [c.digest for c in spec.chunks if c not in mine]
-        declined = nbytes = 0
+        refused = nbytes = 0
         if mine:
             slots = store.reserve(
                 spec.prefix, [c.digest for c in mine], part=part.number, timeout_s=RESERVE_TIMEOUT_S
@@ -298,18 +315,23 @@ class Saver:
                     if slot.outcome is ReserveOutcome.EXISTS:
                         stored.append(chunk.digest)
                     elif slot.view is None or lost:
-                        declined += 1
+                        refused += 1
                     else:
-                        self._copier.save(chunk.blocks, slot.view, after=after)
+                        job.copier.save(chunk.blocks, slot.view, after=job.after)
                         filled = [(chunk.digest, part_checksums(slot.view))]
                         open_slots.discard(chunk.digest)
                         if store.commit(part.number, filled):
                             stored.append(chunk.digest)
                             nbytes += slot.view.nbytes
                         else:  # the slots went with their connection: others are given them shortly
-                            declined += 1
+                            refused += 1
                             lost = True
             finally:
                 if open_slots:
                     store.abandon(part.number, sorted(open_slots))
-        return SaveResult(spec.save_id, tuple(stored), declined, nbytes)
+        return SaveResult(spec.save_id, tuple(stored), refused, nbytes)
+
+
+def declined(spec: SaveSpec) -> SaveResult:
+    """The result of a save that is not made."""
+    return SaveResult(spec.save_id, (), len(spec.chunks), 0)

@@ -1,16 +1,16 @@
-"""The worker side: registers the engine's KV memory and runs each step's loads and saves off its thread."""
+"""The worker side: runs each step's loads and saves off the engine's thread."""
 
 import logging
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvferry.engines.vllm.copy import BlockCopier, CpuBlockCopier
-from kvferry.engines.vllm.layout import BlockLayout, LayerView, plan_layout
-from kvferry.engines.vllm.memory import HugePages, copying_cores, place_thread
+from kvferry.client.messages import Reason
+from kvferry.engines.vllm.copy import BlockCopier, Fence
+from kvferry.engines.vllm.memory import place_thread
 from kvferry.engines.vllm.messages import (
     Assignment,
     LoadResult,
@@ -18,9 +18,11 @@ from kvferry.engines.vllm.messages import (
     SaveResult,
     SaveSpec,
     StepPlan,
+    WorkerPart,
     WorkerReport,
 )
-from kvferry.engines.vllm.transfers import Loader, LoadJob, Saver, Store
+from kvferry.engines.vllm.tally import LoadTally
+from kvferry.engines.vllm.transfers import Loader, LoadJob, SaveJob, Saver, Store, declined
 
 if TYPE_CHECKING:
     from kvferry.engines.vllm.cuda_copy import PinnedMemory
@@ -33,69 +35,20 @@ SWITCH_INTERVAL_S = 0.0005
 Connect = Callable[[Assignment, int], Store]
 
 
-def layer_views(kv_caches: Mapping[str, Any]) -> tuple[list[LayerView], list[Any]]:
-    """The registered tensors in bytes, and their distinct storages as flat uint8 tensors."""
-    import torch
-
-    storages: list[Any] = []
-    numbers: dict[int, int] = {}
-    views: list[LayerView] = []
-    for name, tensor in kv_caches.items():
-        storage = tensor.untyped_storage()
-        number = numbers.setdefault(storage.data_ptr(), len(numbers))
-        if number == len(storages):
-            storages.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
-        item = tensor.element_size()
-        views.append(
-            LayerView(
-                name=name,
-                storage=number,
-                offset=tensor.storage_offset() * item,
-                shape=tuple(tensor.shape),
-                strides=tuple(stride * item for stride in tensor.stride()),
-                item_bytes=item,
-            )
-        )
-    return views, storages
-
-
-class KvMemory:
-    """The engine's registered KV memory: its layout and what copies to and from it."""
-
-    def __init__(self, kv_caches: Mapping[str, Any], *, blocks: int, blocks_per_chunk: int) -> None:
-        views, storages = layer_views(kv_caches)
-        self.layout: BlockLayout = plan_layout(views, blocks=blocks)
-        self.device = str(storages[0].device.type)
-        self.cores = copying_cores()
-        self._pages: list[HugePages] = []
-        self.copier: BlockCopier
-        if self.device == "cpu":
-            self.copier = CpuBlockCopier(self.layout, [storage.numpy() for storage in storages])
-            self._pages = [
-                HugePages(storage.data_ptr(), storage.numel(), cores=self.cores) for storage in storages
-            ]
-        else:
-            from kvferry.engines.vllm.cuda_copy import CudaBlockCopier
-
-            self.copier = CudaBlockCopier(self.layout, storages, blocks_per_part=blocks_per_chunk)
-
-    def wait_for_pages(self, timeout_s: float) -> bool:
-        """Whether huge pages are in place everywhere they will be."""
-        return all(pages.wait(timeout_s) for pages in self._pages)
-
-    def close(self) -> None:
-        """Before the engine's memory goes away."""
-        for pages in self._pages:
-            pages.close()
-        self.copier.close()
-
-
 class Memory(Protocol):
-    """What is used of ``KvMemory``. cores: for copying threads. device: "cpu", "cuda"."""
+    """What is used of ``KvMemory``. copiers: by KV group; None where this rank has none of its layers.
 
-    copier: BlockCopier
+    cores: for copying threads. device: "cpu", "cuda".
+    """
+
+    @property
+    def copiers(self) -> Sequence[BlockCopier | None]: ...
+
     cores: frozenset[int]
     device: str
+
+    def fence(self) -> Fence | None:
+        """What the engine has queued so far; None where it works synchronously."""
 
     def close(self) -> None:
         """Before the engine's memory goes away."""
@@ -104,12 +57,14 @@ class Memory(Protocol):
 class WorkerSide:
     """Hooks run in vLLM's thread and only hand over; results are collected once per step.
 
+    rank: in all of the engine. by_block: whether failures are told block by block, or by request.
     connect: makes the client once the scheduler side has said where and as whom.
     """
 
-    def __init__(self, memory: Memory, *, rank: int, connect: Connect) -> None:
+    def __init__(self, memory: Memory, *, rank: int, connect: Connect, by_block: bool = True) -> None:
         self._memory = memory
         self._rank = rank
+        self._by_block = by_block
         self._connect = connect
         self._store: Store | None = None
         self._pinned: list[PinnedMemory] = []
@@ -118,6 +73,8 @@ class WorkerSide:
         self._loaded: list[tuple[LoadResult, list[int]]] = []
         self._saved: list[SaveResult] = []
         self._failed_blocks: set[int] = set()
+        self._failed_requests: set[str] = set()
+        self._tallies: dict[str, LoadTally] = {}
         self._results: list[LoadResult] = []
         self._assignment: Assignment | None = None
         self._plan_step = 0
@@ -127,12 +84,10 @@ class WorkerSide:
         self.rested_s = 0.0  # in all: seconds in which a step slept, since nothing could run
         self._saves: deque[SaveSpec] = deque()
         self._loader = Loader(
-            memory.copier,
             on_thread_start=lambda: place_thread(memory.cores, background=False),
-            on_done=self._load_done,
+            on_done=self._part_done,
         )
         self._saver = Saver(
-            memory.copier,
             on_thread_start=lambda: place_thread(memory.cores, background=True),
             on_done=self._save_done,
         )
@@ -146,6 +101,18 @@ class WorkerSide:
         self._store = self._connect(assignment, self._rank)
 
     # -- from copying threads ----------------------------------------------------------------------
+
+    def _part_done(self, result: LoadResult, failed: list[int]) -> None:
+        """One part of a load has ended: with the last, the load. The rest of a failed one is of no use."""
+        with self._lock:
+            tally = self._tallies[result.request_id]
+            over = tally.add(result, failed)
+            if over:
+                del self._tallies[result.request_id]
+        if over:
+            self._load_done(*tally.result())
+        elif result.reason != Reason.COMPLETE:
+            self._loader.cancel(result.request_id)
 
     def _load_done(self, result: LoadResult, failed: list[int]) -> None:
         with self._lock:
@@ -167,16 +134,41 @@ class WorkerSide:
             self._loader.cancel(request_id)
         self.fail(plan.failed)
         store, assignment = self._reach(plan), self._assignment
-        after = self._memory.copier.fence() if plan.loads else None
+        after = self._memory.fence() if plan.loads else None
         while self._loads:
             spec = self._loads[0]
             if store is None or assignment is None:
-                self.fail([_all_blocks(spec)])
+                self.fail([(spec.request_id, spec.blocks)])
             else:
-                part = assignment.parts[self._rank]
-                stream = store.load(spec.tickets[part.number])
-                self._loader.submit(LoadJob(spec, stream, part=part, after=after))
+                self._load(spec, store, assignment.parts[self._rank], after)
             self._loads.popleft()
+
+    def _load(
+        self, spec: LoadSpec, store: Store, parts: Sequence[WorkerPart | None], after: Fence | None
+    ) -> None:
+        """A job for each part that this rank has something to fill of."""
+        held = zip(self._memory.copiers, parts, spec.groups, strict=True)
+        wanted = [
+            (c, part, group) for c, part, group in held if c is not None and part is not None and group.blocks
+        ]
+        if not wanted:
+            self._load_done(LoadResult(spec.request_id, spec.chunks, 0, 0.0, Reason.COMPLETE), [])
+            return
+        jobs = [
+            LoadJob(
+                spec.request_id,
+                store.load(spec.tickets[part.number]),
+                copier=copier,
+                wanted=group,
+                part=part,
+                after=after,
+            )
+            for copier, part, group in wanted
+        ]
+        with self._lock:
+            self._tallies[spec.request_id] = LoadTally(spec, parts=len(jobs), whole=not self._by_block)
+        for job in jobs:
+            self._loader.submit(job)
 
     def _accept(self, plan: StepPlan) -> None:
         """From here on everything in the plan is owed an answer, whatever goes wrong.
@@ -195,14 +187,17 @@ class WorkerSide:
         if not self._saves:
             return
         store, assignment = self._store, self._assignment
-        after = self._memory.copier.fence()
+        after = self._memory.fence()
         while self._saves:
             spec = self._saves[0]
             if store is None or assignment is None:
-                self._save_done(SaveResult(spec.save_id, (), len(spec.chunks), 0))
+                self._save_done(declined(spec))
             else:
-                part = assignment.parts[self._rank]
-                self._saver.submit(spec, store, part=part, rank=self._rank, after=after)
+                part, copier = assignment.parts[self._rank][spec.group], self._memory.copiers[spec.group]
+                if part is None or copier is None:  # nothing of it is missing here
+                    self._save_done(SaveResult(spec.save_id, tuple(c.digest for c in spec.chunks), 0, 0))
+                else:
+                    self._saver.submit(SaveJob(spec, store, copier, part, self._rank, after))
             self._saves.popleft()
 
     def finished_loads(self) -> set[str]:
@@ -220,12 +215,20 @@ class WorkerSide:
             loaded, self._loaded = self._loaded, []
         for result, failed in loaded:
             self._results.append(result)
-            self._failed_blocks.update(failed)
+            if self._by_block:
+                self._failed_blocks.update(failed)
+            elif result.reason != Reason.COMPLETE:
+                self._failed_requests.add(result.request_id)
         return {result.request_id for result, _ in loaded}
 
     def failed_blocks(self) -> set[int]:
         """Blocks of the loads just reported that must be recomputed."""
         failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def failed_requests(self) -> set[str]:
+        """Of the loads just reported, those that must be recomputed as a whole."""
+        failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def report(self) -> WorkerReport | None:
@@ -251,10 +254,10 @@ class WorkerSide:
 
     def _decline_left(self) -> None:
         while self._loads:
-            self.fail([_all_blocks(self._loads.popleft())])
+            spec = self._loads.popleft()
+            self.fail([(spec.request_id, spec.blocks)])
         while self._saves:
-            save = self._saves.popleft()
-            self._save_done(SaveResult(save.save_id, (), len(save.chunks), 0))
+            self._save_done(declined(self._saves.popleft()))
 
     # -- the node ----------------------------------------------------------------------------------
 
@@ -290,8 +293,3 @@ class WorkerSide:
             self._store.close()
             self._store = None
         self._memory.close()
-
-
-def _all_blocks(spec: LoadSpec) -> tuple[str, list[int]]:
-    """A load's request, and every block it was to fill: not those that the engine has itself."""
-    return spec.request_id, [block for at in range(len(spec.blocks)) for block in spec.needed(at)[1]]
