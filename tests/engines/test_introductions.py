@@ -51,7 +51,7 @@ class TestConnector:
 
         made = object.__new__(KvferryConnector)
         made.guard = Guard("test")
-        made._unsupported = made._worker = made._scheduler = None
+        made._unsupported = made._worker = made._scheduler = made._weights = None
         made._introductions, made._introduced, made._facts = Introductions(ranks=1), 0, _facts(0)
         return made
 

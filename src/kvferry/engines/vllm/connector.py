@@ -47,12 +47,18 @@ from kvferry.engines.vllm.opening import open_scheduler
 from kvferry.engines.vllm.pins import Pins
 from kvferry.engines.vllm.reach import connect_scheduler, connect_worker
 from kvferry.engines.vllm.requests import Admission
-from kvferry.engines.vllm.scheduler import SchedulerSide
+from kvferry.engines.vllm.scheduler import GENERATION_BYTES, SchedulerSide
 from kvferry.engines.vllm.settings import parse_settings
 from kvferry.engines.vllm.stats import KvferryPromMetrics, KvferryStats
 from kvferry.engines.vllm.transfers import Store
+<<<<<<<
+from kvferry.engines.vllm.weights import WeightsWatch, watch_weights
+from kvferry.engines.vllm.worker import KvMemory, WorkerSide
+from kvferry.errors import KvferryError
+=======
 from kvferry.engines.vllm.worker import WorkerSide
 from kvferry.errors import KvferryError, MisconfiguredError
+>>>>>>>
 from kvferry.identity.domain import DomainKey
 
 if TYPE_CHECKING:
@@ -72,7 +78,6 @@ with contextlib.suppress(ValueError):  # that name is registered already
 _log = logging.getLogger("vllm.kvferry")
 
 _SOURCES = {Tier.MEMORY: CacheHitSource.HOST}
-GENERATION_BYTES = 16
 MAX_INTRODUCTIONS = 16  # a scheduler side that has not understood by then does without the cache
 
 
@@ -103,6 +108,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._items: ItemDigests | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._weights: WeightsWatch | None = None
         self._facts: WorkerFacts | None = None
         self._spare_step = 0
         self._geometry = ChunkGeometry(1, 1)
@@ -180,7 +186,11 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except KvferryError as error:
             self._facts = WorkerFacts(0, 0, (), "", "", problem=str(error))
             return
+<<<<<<<
+        self._weights = watch_weights()
+=======
         parallel = self._vllm_config.parallel_config
+>>>>>>>
         self._worker = WorkerSide(
             memory,
             rank=self._facts.pipeline_rank * int(parallel.tensor_parallel_size) + self._facts.tensor_rank,
@@ -203,7 +213,11 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if isinstance(kv_connector_metadata, StepPlan):
             if kv_connector_metadata.assignment is not None:  # the scheduler side knows who this is
                 self._introduced = MAX_INTRODUCTIONS
-            if self._worker is not None:
+            if self._weights is not None:
+                self._weights.heard = kv_connector_metadata.weights
+            if self._weights is not None and self._weights.stale:
+                self._decline(kv_connector_metadata)
+            elif self._worker is not None:
                 self._worker.begin_step(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -246,11 +260,13 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> WorkerReport | None:
         """What else the scheduler side must hear."""
         report = self._worker.report() if self._worker is not None else None
-        if self._facts is None or self._introduced >= MAX_INTRODUCTIONS:
-            return report
-        self._introduced += 1
-        report = report or WorkerReport()
-        report.facts.append(self._facts)
+        if self._facts is not None and self._introduced < MAX_INTRODUCTIONS:
+            self._introduced += 1
+            report = report or WorkerReport()
+            report.facts.append(self._facts)
+        if self._weights is not None and self._weights.stale:
+            report = report or WorkerReport()
+            report.weights = self._weights.changes
         return report
 
     def _decline(self, plan: KVConnectorMetadata | None) -> None:

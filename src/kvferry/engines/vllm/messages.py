@@ -94,7 +94,7 @@ class StepPlan:
 
     step: numbers the plans. timed: the worker's report names this step. failed: loads that were announced
     to the engine but cannot be made. rest_s: how long a worker may sleep in this step, which has nothing to
-    run, unless a load ends before.
+    run, unless a load ends before. weights: changes of weights that the scheduler side has heard of.
     """
 
     step: int = 0
@@ -105,6 +105,7 @@ class StepPlan:
     cancelled: tuple[str, ...] = ()
     failed: tuple[tuple[str, tuple[int, ...]], ...] = ()
     rest_s: float = 0.0
+    weights: int = 0
 
 
 class LoadResult(NamedTuple):
@@ -130,13 +131,14 @@ class SaveResult(NamedTuple):
 class WorkerReport:
     """What the ranks finished since the last step. steps: the timed steps they came through.
 
-    facts: of ranks that were not told yet whom they serve.
+    facts: of ranks that were not told yet whom they serve. weights: changes of weights so far.
     """
 
     loads: list[LoadResult] = field(default_factory=list)
     saves: list[SaveResult] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     facts: list[WorkerFacts] = field(default_factory=list)
+    weights: int = 0
 
     def aggregate(self, other: object) -> "WorkerReport":
         """All ranks' results, one after the other."""
@@ -147,4 +149,5 @@ class WorkerReport:
             self.saves + other.saves,
             self.steps + other.steps,
             self.facts + other.facts,
+            max(self.weights, other.weights),
         )

@@ -3,6 +3,7 @@
 Never blocks: only a step of an engine that runs nothing stands still for an answer, for some milliseconds.
 """
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,6 +40,7 @@ MAX_QUEUED_COUNTED = 64
 # Prompts are named in the scheduler's thread, at some 20 ns per token. vLLM asks for every waiting request in
 # one go, so a burst would hold a step up; what is over is asked for with the next steps.
 MAX_NAMED_TOKENS_PER_STEP = 1 << 17
+GENERATION_BYTES = 16
 _MISSES = (Reason.COMPLETE, Reason.ABSENT, Reason.EVICTED)
 
 
@@ -79,6 +81,7 @@ class SchedulerSide:
         self._step = 0
         self._named_tokens = 0
         self._epoch = 0
+        self._weights = 0
 
     # -- lookups -----------------------------------------------------------------------------------
 
@@ -350,6 +353,7 @@ class SchedulerSide:
             saves=saves,
             cancelled=tuple(self._cancelled),
             rest_s=0.0 if output.num_scheduled_tokens else rest_s(self._tracked.values()),
+            weights=self._weights,
         )
         self._loads, self._cancelled = [], []
         return plan
@@ -357,6 +361,9 @@ class SchedulerSide:
     def absorb(self, report: WorkerReport) -> None:
         """What the workers finished, and which timed steps came back."""
         now = self._clock()
+        if report.weights > self._weights:
+            self._weights = report.weights
+            self.reset(os.urandom(GENERATION_BYTES))
         for step in report.steps:
             self._prefill.returned(step, now=now)
         for load in report.loads:
