@@ -26,9 +26,9 @@ from kvferry.client.messages import (
 from kvferry.engines.vllm.asker import Asker
 from kvferry.engines.vllm.connector import KvferryConnector
 from kvferry.engines.vllm.copy import BlockCopier, Fence
-from kvferry.engines.vllm.kv_memory import KvMemory
 from kvferry.engines.vllm.messages import Assignment
 from kvferry.engines.vllm.transfers import Store, Stream
+from kvferry.engines.vllm.worker import KvMemory
 from kvferry.identity.stripes import part_checksums
 
 
@@ -40,13 +40,9 @@ class AuditedConnector(KvferryConnector):
         self._notes = Notes(Path(os.environ[DIRECTORY_VARIABLE]), f"{self.role.name.lower()}-{id(self)}")
         self._copied = _Copied()
 
-    def _kv_memory(self, kv_caches: Mapping[str, Any], *, layers: Sequence[Sequence[str]]) -> KvMemory:
-        memory = super()._kv_memory(kv_caches, layers=layers)
-        blocks = _Blocks(kv_caches)
-        memory.copiers = [
-            copier and _Copier(copier, blocks, notes=self._notes, copied=self._copied)
-            for copier in memory.copiers
-        ]
+    def _kv_memory(self, kv_caches: Mapping[str, Any], *, blocks_per_chunk: int) -> KvMemory:
+        memory = super()._kv_memory(kv_caches, blocks_per_chunk=blocks_per_chunk)
+        memory.copier = _Copier(memory.copier, _Blocks(kv_caches), notes=self._notes, copied=self._copied)
         return memory
 
     def _node_worker(self, assignment: Assignment, rank: int) -> Store:
@@ -68,18 +64,22 @@ class _Blocks:
     """Digests of the engine's blocks over all of its KV tensors, whatever layout a part gives them."""
 
     def __init__(self, kv_caches: Mapping[str, Any]) -> None:
-        import torch
-
-        distinct = {tensor.untyped_storage().data_ptr(): tensor for tensor in kv_caches.values()}
-        self._rows = [
-            tensor.view(torch.uint8).reshape(tensor.shape[0], -1).numpy() for tensor in distinct.values()
+        tensors = [
+            tensor
+            for cache in kv_caches.values()
+            for tensor in (cache if isinstance(cache, list | tuple) else (cache,))
         ]
+        # Layers of several groups may lie at one place: a block belongs to one of them at a time.
+        self._tensors = list({(t.data_ptr(), tuple(t.shape), t.stride()): t for t in tensors}.values())
 
     def digest(self, block: int) -> str:
         """Of one block."""
+        import torch
+
         state = xxhash.xxh3_128()
-        for rows in self._rows:
-            state.update(memoryview(rows[block]))
+        for tensor in self._tensors:
+            row = tensor[block].contiguous().flatten().view(torch.uint8)
+            state.update(memoryview(row.numpy()))
         return state.hexdigest()
 
 
