@@ -51,14 +51,9 @@ from kvferry.engines.vllm.scheduler import GENERATION_BYTES, SchedulerSide
 from kvferry.engines.vllm.settings import parse_settings
 from kvferry.engines.vllm.stats import KvferryPromMetrics, KvferryStats
 from kvferry.engines.vllm.transfers import Store
-<<<<<<<
 from kvferry.engines.vllm.weights import WeightsWatch, watch_weights
-from kvferry.engines.vllm.worker import KvMemory, WorkerSide
-from kvferry.errors import KvferryError
-=======
 from kvferry.engines.vllm.worker import WorkerSide
 from kvferry.errors import KvferryError, MisconfiguredError
->>>>>>>
 from kvferry.identity.domain import DomainKey
 
 if TYPE_CHECKING:
@@ -186,11 +181,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except KvferryError as error:
             self._facts = WorkerFacts(0, 0, (), "", "", problem=str(error))
             return
-<<<<<<<
         self._weights = watch_weights()
-=======
         parallel = self._vllm_config.parallel_config
->>>>>>>
         self._worker = WorkerSide(
             memory,
             rank=self._facts.pipeline_rank * int(parallel.tensor_parallel_size) + self._facts.tensor_rank,
