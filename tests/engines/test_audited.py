@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.bench.soak.audit import Notes, judge
 from kvferry.client.messages import LoadEnd, LoadTicket, Pending, ReadyPart, ReservedSlot
-from kvferry.engines.vllm.worker import KvMemory
+from kvferry.engines.vllm.kv_memory import KvMemory
 from kvferry.identity.stripes import part_checksums
 
 pytestmark = pytest.mark.engine
@@ -71,11 +71,13 @@ class Engine:
     def __init__(self, audited: Any, directory: Path, name: str, *, order: str, pool: Pool) -> None:
         self.kv = {key: t for key, t in tensors(order).items() if key != "three"}
         self.all = list(self.kv.values())
-        memory = KvMemory(self.kv, blocks=BLOCKS, blocks_per_chunk=PER_CHUNK)
+        memory = KvMemory(self.kv, groups=[list(self.kv)], blocks=BLOCKS, part_blocks=[PER_CHUNK])
         self.notes, copied = Notes(directory, name), audited._Copied()
-        self.inner = memory.copier
+        (inner,) = memory.copiers
+        assert inner is not None
+        self.inner = inner
         watched = {"notes": self.notes, "copied": copied}
-        self.copier = audited._Copier(memory.copier, audited._Blocks(self.kv), **watched)
+        self.copier = audited._Copier(inner, audited._Blocks(self.kv), **watched)
         self.store = audited._Store(pool, **watched)
 
     def saves(self, pool: Pool, blocks: Sequence[int]) -> None:

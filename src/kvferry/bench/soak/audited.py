@@ -26,9 +26,9 @@ from kvferry.client.messages import (
 from kvferry.engines.vllm.asker import Asker
 from kvferry.engines.vllm.connector import KvferryConnector
 from kvferry.engines.vllm.copy import BlockCopier, Fence
+from kvferry.engines.vllm.kv_memory import KvMemory
 from kvferry.engines.vllm.messages import Assignment
 from kvferry.engines.vllm.transfers import Store, Stream
-from kvferry.engines.vllm.worker import KvMemory
 from kvferry.identity.stripes import part_checksums
 
 
@@ -40,9 +40,13 @@ class AuditedConnector(KvferryConnector):
         self._notes = Notes(Path(os.environ[DIRECTORY_VARIABLE]), f"{self.role.name.lower()}-{id(self)}")
         self._copied = _Copied()
 
-    def _kv_memory(self, kv_caches: Mapping[str, Any], *, blocks_per_chunk: int) -> KvMemory:
-        memory = super()._kv_memory(kv_caches, blocks_per_chunk=blocks_per_chunk)
-        memory.copier = _Copier(memory.copier, _Blocks(kv_caches), notes=self._notes, copied=self._copied)
+    def _kv_memory(self, kv_caches: Mapping[str, Any], *, layers: Sequence[Sequence[str]]) -> KvMemory:
+        memory = super()._kv_memory(kv_caches, layers=layers)
+        blocks = _Blocks(kv_caches)
+        memory.copiers = [
+            _Copier(copier, blocks, notes=self._notes, copied=self._copied) if copier is not None else None
+            for copier in memory.copiers
+        ]
         return memory
 
     def _node_worker(self, assignment: Assignment, rank: int) -> Store:
