@@ -2,7 +2,7 @@
 
 Any thread may call. A call takes a bounded time: it waits for the node's answer (``SchedulerClient``),
 for the load's deadline (the node's, at most ``deadline_s``) and its stall timeout, or for reservations
-(``RESERVE_S``); what the callbacks take comes on top. A node that is lost, silent or full costs no
+(``copying.RESERVE_S`` each); what the callbacks take comes on top. A node that is lost, silent or full costs no
 exception: the call returns less, and ``statistics`` says why.
 """
 
@@ -11,41 +11,22 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvferry.client.copying import Fill, Has, Into, LoadCopy, SaveBatch
 from kvferry.client.forks import fork_safe_lock
-from kvferry.client.messages import (
-    LoadEnd,
-    LookupAnswer,
-    LookupRequest,
-    NamespaceInfo,
-    Pending,
-    Prefill,
-    ReadyPart,
-    Reason,
-    ReservedSlot,
-    ReserveOutcome,
-)
+from kvferry.client.messages import LookupAnswer, LookupRequest, NamespaceInfo, Prefill, Reason
 from kvferry.client.scheduler import SchedulerClient
-from kvferry.client.stream import LoadStream
 from kvferry.client.worker import WorkerClient
-from kvferry.identity.stripes import part_checksums
 
 DEADLINE_S = 10.0
-RESERVE_S = 2.0  # for one reservation; a node that lets it pass opens the breaker, and the save ends
 ASK_AGAIN_S = 0.0005
-PART_WAIT_S = 0.01  # for one part, before the others are looked at again
 BATCH_BYTES = 64 << 20  # reserved at a time
 POOL_DIVISOR = 8  # and at most this fraction of the pool: a node lets one connection hold a quarter unfilled
 MAX_ENGINE = 256  # characters of the engine's label in a request's id
 
 UNWEIGHED = Prefill(0.0, 0.0, 0.0)  # load whatever is there: the caller has nothing better to do
-
-Into = Callable[[int, int, memoryview], None]
-Fill = Callable[[int, int, memoryview], None]
-Has = Callable[[int, int], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +99,11 @@ class PrefixStore:
         return connected and self._worker.wait_connected(max(0.0, give_up - self._clock()))
 
     @property
+    def connected(self) -> bool:
+        """Whether there is a node now."""
+        return self._scheduler.connected and self._worker.connected
+
+    @property
     def last_error(self) -> str:
         """Why there is no node; empty while there is one, or before the first attempt."""
         return self._worker.last_error
@@ -177,7 +163,7 @@ class PrefixStore:
         epoch = None
         try:
             while at < len(digests):
-                batch = _Batch(self._worker, self._parts, first=at, has=has)
+                batch = SaveBatch(self._worker, self._parts, first=at, has=has)
                 batch.reserve([*prefix, *digests[:at]], digests[at : at + self._batch_chunks()])
                 epoch = epoch or self._worker.epoch
                 try:
@@ -197,7 +183,7 @@ class PrefixStore:
 
     def statistics(self) -> StoreStatistics:
         """A snapshot."""
-        connected = self._scheduler.connected and self._worker.connected
+        connected = self.connected
         with self._lock:
             return StoreStatistics(
                 connected=connected,
@@ -237,7 +223,7 @@ class PrefixStore:
 
     def _run(self, answer: LookupAnswer, into: Into) -> tuple[int, Reason]:
         try:
-            whole, ended = _Load(answer).run(self._worker, self._parts, into)
+            whole, ended = LoadCopy(answer).run(self._worker, self._parts, into)
         finally:
             self._scheduler.end(answer.load_id)
         return whole, answer.reason if ended is Reason.COMPLETE else ended
@@ -247,151 +233,8 @@ class PrefixStore:
         nbytes = BATCH_BYTES if mapping is None else min(BATCH_BYTES, mapping.nbytes // POOL_DIVISOR)
         return max(1, nbytes // max(1, sum(self._namespace.part_bytes)))
 
-    def _count_saved(self, batch: "_Batch") -> None:
+    def _count_saved(self, batch: SaveBatch) -> None:
         with self._lock:
             self._stored_parts += batch.stored_parts
             self._stored_bytes += batch.stored_bytes
             self._declined.update(batch.declined)
-
-
-class _Load:
-    """One load, all parts in one thread: whatever part is there is copied next."""
-
-    def __init__(self, answer: LookupAnswer) -> None:
-        self._answer = answer
-        self._last = answer.first_chunk + answer.count
-        self._next: dict[int, int] = {}  # of parts that go on, the chunk that comes next
-        self._end = LoadEnd(Reason.COMPLETE, self._last)
-
-    def run(self, worker: WorkerClient, parts: Sequence[int], into: Into) -> tuple[int, Reason]:
-        """Whole leading chunks, and why there are no more of those that were promised."""
-        with ExitStack() as opened:
-            streams: dict[int, LoadStream] = {}
-            for part in parts:
-                stream = streams[part] = worker.load(self._answer.ticket(part))
-                opened.callback(stream.close)
-                self._next[part] = stream.ticket.first_chunk
-            while self._next:
-                took = [self._take(streams[part], into, wait_s=0.0) for part in list(self._next)]
-                if not any(took):
-                    behind = min(self._next, key=self._next.__getitem__)  # which the node serves first
-                    self._take(streams[behind], into, wait_s=PART_WAIT_S)
-        whole = self._end.chunk - self._answer.first_chunk
-        if whole < self._answer.count and self._answer.all_or_nothing:
-            whole = 0
-        return whole, self._end.reason
-
-    def _take(self, stream: LoadStream, into: Into, *, wait_s: float) -> bool:
-        """Whether something happened."""
-        step = stream.next(wait_s)
-        if isinstance(step, Pending):
-            return False
-        if isinstance(step, LoadEnd):
-            self._ended(stream, step)
-        else:
-            self._copy(stream, step, into)
-        return True
-
-    def _copy(self, stream: LoadStream, ready: ReadyPart, into: Into) -> None:
-        into(ready.index, stream.ticket.part, ready.view)
-        # After the copy: a slot that was given to someone else meanwhile cannot pass.
-        if part_checksums(ready.view) == ready.checksums:
-            stream.copied(ready.index)
-            self._next[stream.ticket.part] = ready.index + 1
-        else:
-            stream.corrupt(ready.index)
-            self._ended(stream, LoadEnd(Reason.CORRUPT, ready.index))
-
-    def _ended(self, stream: LoadStream, end: LoadEnd) -> None:
-        """One part ends there; the first end of all decides."""
-        del self._next[stream.ticket.part]
-        if end.chunk < self._end.chunk:
-            self._end = end
-
-
-class _Batch:
-    """Some chunks of one save, reserved together and filled chunk by chunk.
-
-    held: positions of chunks all of whose parts are in the node. full: one had no room. lost: the slots went
-    with their connection.
-    """
-
-    def __init__(self, worker: WorkerClient, parts: Sequence[int], *, first: int, has: Has | None) -> None:
-        self._worker = worker
-        self._parts = parts
-        self._first = self._last = first
-        self._has = has
-        self._slots: dict[tuple[int, int], ReservedSlot] = {}  # by position and part
-        self._stored: tuple[int, bytes] | None = None  # part and digest of the last one
-        self.held: set[int] = set()
-        self.full = self.lost = False
-        self.stored_parts = self.stored_bytes = 0
-        self.declined: Counter[str] = Counter()
-
-    def reserve(self, prefix: Sequence[bytes], digests: Sequence[bytes]) -> None:
-        """Ask for a slot for every part that there is."""
-        self._last = self._first + len(digests)
-        for part in self._parts:
-            positions = [
-                at for at in range(self._first, self._last) if self._has is None or self._has(at, part)
-            ]
-            wanted = [digests[at - self._first] for at in positions]
-            if wanted:
-                slots = self._worker.reserve(prefix, wanted, part=part, timeout_s=RESERVE_S)
-                self._slots.update(((positions[slot.index], part), slot) for slot in slots)
-
-    def fill(self, fill: Fill) -> int:
-        """Fill and publish; the position that there was no room for, or the one after the last."""
-        try:
-            for position in range(self._first, self._last):
-                outcomes = {self._fill_one(position, part, fill) for part in self._parts}
-                if outcomes <= {ReserveOutcome.EXISTS, None}:
-                    self.held.add(position)
-                if outcomes & {ReserveOutcome.FULL, ReserveOutcome.TOO_LARGE}:
-                    self.full = True
-                    return position
-            return self._last
-        finally:
-            self._give_back()
-
-    def settle(self) -> None:
-        """Wait until the node has read what was published: a load by another connection finds it."""
-        if self._stored is not None and not self.lost:
-            part, digest = self._stored
-            again = self._worker.reserve([], [digest], part=part, timeout_s=RESERVE_S)[0]
-            if (
-                again.outcome is ReserveOutcome.RESERVED
-            ):  # evicted meanwhile, from a pool too small to hold it
-                self._worker.abandon(part, [digest])
-            self.lost |= again.outcome is ReserveOutcome.FULL
-
-    def _fill_one(self, position: int, part: int, fill: Fill) -> ReserveOutcome | None:
-        """EXISTS when the part is in the node; None when there is no such part."""
-        slot = self._slots.pop((position, part), None)
-        if slot is None:
-            return None
-        outcome = slot.outcome
-        if slot.view is not None:
-            try:
-                fill(position, part, slot.view)
-            except BaseException:
-                self._worker.abandon(part, [slot.digest])
-                raise
-            if self._worker.commit(part, [(slot.digest, part_checksums(slot.view))]):
-                self._stored = part, slot.digest
-                self.stored_parts += 1
-                self.stored_bytes += slot.view.nbytes
-                return ReserveOutcome.EXISTS
-            self.lost = True
-            outcome = ReserveOutcome.FULL
-        if outcome is not ReserveOutcome.EXISTS:
-            self.declined[outcome.value] += 1
-        return outcome
-
-    def _give_back(self) -> None:
-        """What was reserved and is not filled."""
-        left, self._slots = self._slots, {}
-        for part in self._parts:
-            digests = [slot.digest for (_, of), slot in left.items() if of == part and slot.view is not None]
-            if digests:
-                self._worker.abandon(part, digests)

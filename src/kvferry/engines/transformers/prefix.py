@@ -1,0 +1,276 @@
+"""The prefix cache of one model: match, load into a ``Cache``, save from one."""
+
+import contextlib
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from transformers.cache_utils import Cache, StaticCache
+
+from kvferry.client.messages import NamespaceInfo
+from kvferry.client.store import PrefixStore, StoreStatistics
+from kvferry.config import client_group, client_token, default_socket_path
+from kvferry.engines.transformers import states
+from kvferry.engines.transformers.identity import (
+    check_supported,
+    measure_layout,
+    namespace_spec,
+    other_token_ids,
+)
+from kvferry.engines.transformers.transfer import Loaded, Stored
+from kvferry.engines.transformers.weights import stamp
+from kvferry.errors import MisconfiguredError, RefusedError
+from kvferry.identity.chunks import ChunkChain, Extras
+from kvferry.identity.domain import DomainKey
+from kvferry.identity.namespace import fingerprint
+from kvferry.local import LocalNode
+
+DEFAULT_DOMAIN = "default"
+LOCAL_WAIT_S = 10.0
+
+log = logging.getLogger("kvferry.transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixStatistics:
+    """Since start. prompts: calls of ``load``; hits: of them, those that found something.
+
+    prompt_tokens, loaded_tokens: of all of them. refused: calls that took no part, or only some, by why.
+    store: of the client, with what was saved and why loads and saves ended.
+    """
+
+    prompts: int
+    hits: int
+    prompt_tokens: int
+    loaded_tokens: int
+    refused: dict[str, int]
+    store: StoreStatistics
+
+
+class PrefixCache:
+    """Finds, loads and saves prefixes of one model. Threads may share it; ``close`` it.
+
+    A prefix is used up to the last whole chunk before the prompt's last token, which the model computes.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        socket: Path | str | None = None,
+        pool: str | int | None = None,
+        valkey: str | None = None,
+        chunk_tokens: int | None = None,
+        domain: str = DEFAULT_DOMAIN,
+        domain_key_file: Path | str | None = None,
+        token_file: Path | None = None,
+        model_name: str | None = None,
+    ) -> None:
+        """Runs the model on two tokens, and reads its weights in part.
+
+        socket: of this host's node; None takes $KVFERRY_SOCKET or where nodes are by default. Nobody has to
+        be there. pool: instead, a pool of so many bytes ("2GiB") in this process; valkey: the URL of what
+        lies behind that one. chunk_tokens: None takes 128 on a CPU and 256 elsewhere. domain,
+        domain_key_file: the trust domain and its key. token_file: what the node asks for. model_name: None
+        takes the model's class.
+
+        Raises MisconfiguredError, one line, for a model that is not supported.
+        """
+        if pool is not None and socket is not None:
+            raise MisconfiguredError("give a socket (of a node) or a pool (in this process), not both")
+        if valkey is not None and pool is None:
+            raise MisconfiguredError(
+                "valkey needs a pool in this process; a node is told by its own settings"
+            )
+        check_supported(model)
+        self._model = model
+        self._other_ids = other_token_ids(model.config)
+        self._layout = measure_layout(model, chunk_tokens=chunk_tokens)
+        self._stamp = stamp(model)
+        self._key = DomainKey.load(domain, key_file=domain_key_file)
+        spec = namespace_spec(model, self._layout, domain=domain, key=self._key, model_name=model_name)
+        geometry = self._layout.geometry
+        self._namespace = NamespaceInfo(
+            namespace=fingerprint(spec),
+            part_bytes=geometry.part_bytes,
+            chunk_tokens=geometry.chunk_tokens,
+            domain=domain,
+            label=f"{spec.model} {spec.kv_dtype} transformers",
+            trailing=geometry.trailing,
+        )
+        self._lock = threading.Lock()
+        self._prompts = self._hits = self._prompt_tokens = self._loaded_tokens = 0
+        self._refused: Counter[str] = Counter()
+        with contextlib.ExitStack() as undo:
+            if pool is not None:
+                local = LocalNode(pool=pool, valkey=valkey)
+                undo.callback(local.close)
+                socket = local.socket_path
+            self._store = PrefixStore(
+                socket_path=socket or default_socket_path(),
+                engine=f"transformers:{spec.model}:{os.getpid()}",
+                namespace=self._namespace,
+                token="" if pool is not None else client_token(token_file),
+                group=None if pool is not None else client_group(),
+            )
+            undo.callback(self._store.close)
+            if pool is not None:
+                self._store.wait_connected(LOCAL_WAIT_S)
+            self._undo = undo.pop_all()
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Prefixes are shared in steps of so many tokens."""
+        return self._layout.chunk_tokens
+
+    def match(self, input_ids: Any, *, salt: str | None = None) -> int:
+        """How many leading tokens of a prompt ``load`` would bring now."""
+        token_ids = _token_ids(input_ids)
+        if self._takes_no_part(token_ids):
+            return 0
+        return self._store.match(self._digests(token_ids[:-1], salt)) * self.chunk_tokens
+
+    def load(
+        self,
+        input_ids: Any,
+        *,
+        into: StaticCache | None = None,
+        attention_mask: Any = None,
+        salt: str | None = None,
+    ) -> Cache:
+        """What to give to ``generate`` as past_key_values: the longest prefix found, or an empty cache.
+
+        input_ids: one sequence, [tokens] or [1, tokens]. into: an unused StaticCache to fill, instead of a
+        new DynamicCache. attention_mask: of the prompt; one with holes is not served. salt: keeps prefixes
+        apart that have different ones, as those of different users.
+
+        A lost node costs an empty cache. Raises RefusedError for arguments that cannot be used.
+        """
+        token_ids = _token_ids(input_ids)
+        cache = states.empty_cache(self._model.config) if into is None else states.unused(into)
+        tokens = 0
+        if not (self._takes_no_part(token_ids) or self._has_holes(attention_mask)):
+            most = min(len(token_ids), states.room(cache)) - 1
+            with torch.no_grad():
+                tokens = self._fill(cache, self._digests(token_ids[: max(0, most)], salt))
+        with self._lock:
+            self._prompts += 1
+            self._hits += tokens > 0
+            self._prompt_tokens += len(token_ids)
+            self._loaded_tokens += tokens
+        return cache
+
+    def _fill(self, cache: Cache, digests: Sequence[bytes]) -> int:
+        """How many tokens were found and are in the cache now."""
+        count = self._store.match(digests) if digests else 0
+        if not count:
+            return 0
+        loaded = Loaded(self._layout, chunks=count)
+        chunks = self._store.load(digests[:count], loaded.take)
+        if chunks:
+            states.fill(cache, loaded.layers(chunks), chunks * self.chunk_tokens)
+        return chunks * self.chunk_tokens
+
+    def save(
+        self, input_ids: Any, cache: Cache, *, attention_mask: Any = None, salt: str | None = None
+    ) -> int:
+        """Store the whole chunks of what ``cache`` holds; how many leading tokens can be loaded now.
+
+        input_ids: one sequence, the prompt or what ``generate`` returned; the cache must be of that sequence.
+        What sliding-window layers have dropped cannot be stored; ``load`` makes caches that keep it.
+
+        A lost or full node stores less. Raises RefusedError for arguments that cannot be used.
+        """
+        token_ids = _token_ids(input_ids)
+        if self._takes_no_part(token_ids) or self._has_holes(attention_mask):
+            return 0
+        tokens = min(len(token_ids), states.length(cache))
+        digests = self._digests(token_ids[:tokens], salt)
+        if not digests:
+            return 0
+        stored = Stored(self._layout, states.spans(cache, self._layout))
+        with torch.no_grad():
+            self._store.save([], digests, stored.fill, has=stored.has)
+        chunks = self._store.match(digests)
+        if chunks < len(digests) and stored.lacks(range(chunks, len(digests))) and self._store.connected:
+            self._refuse("windows dropped", "sliding windows have dropped tokens: use a cache from load()")
+        return chunks * self.chunk_tokens
+
+    def statistics(self) -> PrefixStatistics:
+        """A snapshot."""
+        with self._lock:
+            return PrefixStatistics(
+                prompts=self._prompts,
+                hits=self._hits,
+                prompt_tokens=self._prompt_tokens,
+                loaded_tokens=self._loaded_tokens,
+                refused=dict(self._refused),
+                store=self._store.statistics(),
+            )
+
+    def close(self) -> None:
+        """Idempotent. Ends a pool in this process, and what only that pool holds."""
+        self._undo.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _digests(self, token_ids: Sequence[int], salt: str | None) -> list[bytes]:
+        chain = ChunkChain(
+            self._key,
+            self._namespace.namespace,
+            chunk_tokens=self.chunk_tokens,
+            extras=Extras(cache_salt=salt),
+        )
+        return chain.extend(token_ids)
+
+    def _takes_no_part(self, token_ids: Sequence[int]) -> bool:
+        """Whether the tokens do not name the KV of this prompt."""
+        if self._model.training:
+            return self._refuse("training mode", "the model is in training mode: call model.eval()")
+        if stamp(self._model) != self._stamp:
+            return self._refuse(
+                "changed weights", "the model's weights have changed since: make a new PrefixCache"
+            )
+        if not self._other_ids.isdisjoint(token_ids):
+            return self._refuse("not only text", "prompts that are not only text are computed")
+        return False
+
+    def _has_holes(self, attention_mask: Any) -> bool:
+        if attention_mask is None or bool(torch.as_tensor(attention_mask).all()):
+            return False
+        return self._refuse("padding", "prompts with padding, or holes in their attention mask, are computed")
+
+    def _refuse(self, why: str, message: str) -> bool:
+        with self._lock:
+            first = why not in self._refused
+            self._refused[why] += 1
+        if first:
+            log.warning("kvferry: %s", message)
+        return True
+
+
+def _token_ids(input_ids: Any) -> list[int]:
+    """Of one sequence: a tensor or list, [tokens] or [1, tokens]."""
+    tensor = torch.as_tensor(input_ids)
+    if tensor.dim() == 2 and tensor.shape[0] != 1:
+        raise RefusedError(
+            f"{tensor.shape[0]} sequences: give one; for several with one prefix, load that and call "
+            "batch_repeat_interleave on the cache"
+        )
+    if tensor.dim() not in (1, 2) or tensor.is_floating_point():
+        raise RefusedError(f"token ids have the shape {tuple(tensor.shape)}, type {tensor.dtype}")
+    ids: list[int] = tensor.reshape(-1).tolist()
+    return ids

@@ -1,0 +1,39 @@
+"""A node inside this process, for a program that has none on its host: a notebook, a script, a test."""
+
+import contextlib
+import tempfile
+from pathlib import Path
+
+from kvferry.config import load_node_settings
+from kvferry.node.node import Node
+
+
+class LocalNode:
+    """A pool of bounded bytes, served on threads of this process at a socket in a private directory.
+
+    It ends with ``close``, or with the process, and what Valkey does not hold with it. A fork's child cannot
+    use it.
+    """
+
+    def __init__(self, *, pool: str | int, valkey: str | None = None) -> None:
+        """pool: bytes, or a text like "2GiB". valkey: a URL, for what shall outlive this process.
+
+        Environment and configuration files are not read. Raises MisconfiguredError, one line.
+        """
+        with contextlib.ExitStack() as undo:
+            directory = undo.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-"))
+            self.socket_path = Path(directory) / "node.sock"
+            flags = {
+                "pool": str(pool),
+                "socket": str(self.socket_path),
+                "metrics_port": "0",
+                "valkey": valkey,
+            }
+            node = Node(load_node_settings(flags, environ={}))
+            undo.callback(node.close)
+            node.start()
+            self._undo = undo.pop_all()
+
+    def close(self) -> None:
+        """End all transfers, free the memory, remove the directory. Idempotent."""
+        self._undo.close()

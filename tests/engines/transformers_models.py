@@ -1,0 +1,103 @@
+"""Small random models for tests of the transformers engine, and their greedy answers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from transformers import DynamicCache
+
+VOCABULARY = 512
+NEW_TOKENS = 12
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "max_position_embeddings": 2048,
+    "eos_token_id": None,
+}
+
+
+def make(name: str, config: Any) -> Any:
+    """A model of that class whose random output depends on its input."""
+    torch.manual_seed(7)
+    model = getattr(transformers, name)(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data *= 4
+    return model.eval()
+
+
+def llama(**changes: Any) -> Any:
+    """Grouped heads, in float32."""
+    heads = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2}
+    return make("LlamaForCausalLM", transformers.LlamaConfig(**{**_SMALL, **heads, **changes}))
+
+
+def gemma(**changes: Any) -> Any:
+    """Five sliding layers to one of full attention, in bfloat16."""
+    heads = {"num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    options = {**_SMALL, **heads, "sliding_window": 100, **changes}
+    return make("Gemma3ForCausalLM", transformers.Gemma3TextConfig(**options)).to(torch.bfloat16)
+
+
+def deepseek() -> Any:
+    """Latent attention as transformers caches it: keys and values of different sizes."""
+    config = transformers.DeepseekV3Config(
+        **_SMALL,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        moe_intermediate_size=64,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        kv_lora_rank=32,
+        q_lora_rank=48,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=32,
+        v_head_dim=24,
+    )
+    return make("DeepseekV3ForCausalLM", config)
+
+
+MODELS: dict[str, Callable[[], Any]] = {"llama": llama, "gemma": gemma, "deepseek": deepseek}
+
+
+def prompt(tokens: int, *, seed: int = 1) -> Any:
+    """Random token ids, [1, tokens]; equal seeds begin alike."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (1, 2048), generator=generator)[:, :tokens]
+
+
+def own_prefix(model: Any, ids: Any, tokens: int, cache: Any = None) -> Any:
+    """What the model computes for the first tokens, in its own cache."""
+    if cache is None:
+        cache = DynamicCache(config=model.config)
+        cache.activate_past_recording()
+    with torch.no_grad():
+        model(ids[:, :tokens], past_key_values=cache, use_cache=True)
+    return cache
+
+
+def answer(model: Any, ids: Any, cache: Any) -> tuple[Any, Any]:
+    """Tokens and logits of a greedy continuation."""
+    given = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return given.sequences, torch.stack(given.logits)
+
+
+def assert_same(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
+    """Bit for bit."""
+    assert torch.equal(one[0], other[0])
+    assert torch.equal(one[1], other[1])
