@@ -37,9 +37,9 @@ from kvferry.engines.vllm.compat import (
     unsupported_reason,
 )
 from kvferry.engines.vllm.facts import Introductions, gathered_facts, worker_facts
-from kvferry.engines.vllm.groups import kv_groups, layers_by_group
+from kvferry.engines.vllm.groups import layers_by_group
 from kvferry.engines.vllm.guard import Guard, guarded
-from kvferry.engines.vllm.identity import AdapterDigests, assign, chunk_geometry
+from kvferry.engines.vllm.identity import AdapterDigests, assign, engine_geometry
 from kvferry.engines.vllm.kv_memory import KvMemory
 from kvferry.engines.vllm.messages import Assignment, StepPlan, WorkerFacts, WorkerReport
 from kvferry.engines.vllm.multimodal import ItemDigests
@@ -109,12 +109,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._geometry = ChunkGeometry(1, 1)
         if self._unsupported is None:
             # Fails at start-up, not at the first request, and in every process.
-            self._geometry = chunk_geometry(
-                kv_groups(kv_cache_config),
-                self._settings,
-                device=vllm_config.device_config.device_type,
-                drafts=any(group.is_eagle_group for group in kv_cache_config.kv_cache_groups),
-            )
+            self._geometry = engine_geometry(vllm_config, kv_cache_config, self._settings)
         elif role is KVConnectorRole.SCHEDULER:
             _log.warning(
                 "kvferry: served without the shared cache: %s is not supported yet", self._unsupported.reason
@@ -182,16 +177,10 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._facts = WorkerFacts(0, 0, (), "", "", problem=str(error))
             return
         self._weights = watch_weights()
-        parallel = self._vllm_config.parallel_config
         self._worker = WorkerSide(
-            memory,
-            rank=self._facts.pipeline_rank * int(parallel.tensor_parallel_size) + self._facts.tensor_rank,
-            by_block=self._geometry.by_block,
-            connect=self._node_worker,
+            memory, rank=self._facts.rank, by_block=self._geometry.by_block, connect=self._node_worker
         )
-        if parallel.pipeline_parallel_size > 1:  # what the other stages hold, this one cannot tell
-            return
-        # What the scheduler side will say, unless ranks disagree: the pool is mapped before the first load.
+        # What the scheduler side will say, unless ranks differ: the pool is mapped before the first load.
         with contextlib.suppress(KvferryError):
             self._worker.connect(self._assign([self._facts] * self._ranks))
 

@@ -32,6 +32,7 @@ def worker_facts(
     """
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
+    stage, ranks = get_pp_group(), get_tp_group()
     context = config.compilation_config.static_forward_context
     kinds = kv_groups(kv_cache)
     specs = layer_specs(kv_cache)
@@ -42,8 +43,8 @@ def worker_facts(
         for name in names
     ]
     return WorkerFacts(
-        tensor_rank=int(get_tp_group().rank_in_group),
-        pipeline_rank=int(get_pp_group().rank_in_group),
+        rank=int(stage.rank_in_group * ranks.world_size + ranks.rank_in_group),
+        pipeline_rank=int(stage.rank_in_group),
         groups=tuple(
             GroupFacts(
                 tuple(names),
@@ -117,7 +118,7 @@ class Introductions:
         if len(self._heard) < self._ranks and not any(fact.problem for fact in self._heard):
             return None
         self.end()
-        return sorted(self._heard, key=lambda fact: (fact.pipeline_rank, fact.tensor_rank))
+        return sorted(self._heard, key=lambda fact: fact.rank)
 
     def end(self) -> None:
         """Known, or refused: nothing is waited for any more."""

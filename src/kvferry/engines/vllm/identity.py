@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvferry.client.messages import NamespaceInfo
 from kvferry.engines.checkpoints import local_directory
 from kvferry.engines.planning import ChunkGeometry
+from kvferry.engines.vllm.groups import kv_groups
 from kvferry.engines.vllm.messages import Assignment, WorkerFacts, WorkerPart
 from kvferry.engines.vllm.settings import ConnectorSettings
 from kvferry.errors import MisconfiguredError, RefusedError
@@ -24,6 +25,7 @@ from kvferry.identity.weights import model_fingerprint, revision_fingerprint
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 ENGINE = "vllm"
 # Raised when a supported vLLM release changes the bytes of a block that `layout` and `packing` do not show.
@@ -40,6 +42,18 @@ def chunk_geometry(
     kind = Device.CPU if device == "cpu" else Device.GPU
     chunk_tokens = settings.chunk_tokens or default_chunk_tokens(block_tokens, kind)
     return ChunkGeometry(block_tokens, chunk_tokens, tuple(groups), drafts)
+
+
+def engine_geometry(
+    config: "VllmConfig", kv_cache: "KVCacheConfig", settings: ConnectorSettings
+) -> ChunkGeometry:
+    """Of an engine that can be served."""
+    return chunk_geometry(
+        kv_groups(kv_cache),
+        settings,
+        device=config.device_config.device_type,
+        drafts=any(group.is_eagle_group for group in kv_cache.kv_cache_groups),
+    )
 
 
 def assign(
@@ -110,14 +124,16 @@ def _agreeing(facts: Sequence[WorkerFacts]) -> WorkerFacts:
     for other in facts:
         if (other.groups, other.packing, other.device) != (head.groups, head.packing, head.device):
             raise MisconfiguredError(
-                f"tensor-parallel ranks {head.tensor_rank} and {other.tensor_rank} keep KV differently: "
+                f"tensor-parallel ranks {head.rank} and {other.rank} keep KV differently: "
                 f"{layout_text([head])} and {layout_text([other])}"
             )
     return head
 
 
 def _agreeing_stages(stages: Sequence[WorkerFacts]) -> None:
-    for other in stages:
+    for number, other in enumerate(stages):
+        if other.pipeline_rank != number:
+            raise MisconfiguredError(f"rank {other.rank} describes stage {other.pipeline_rank}, not {number}")
         heads = [[group.kv_heads for group in stage.groups] for stage in (stages[0], other)]
         if heads[0] != heads[1] or (other.packing, other.device) != (stages[0].packing, stages[0].device):
             raise MisconfiguredError(

@@ -26,9 +26,12 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """What only a worker knows of its KV memory. scales: (layer and kind, values) of quantised KV."""
+    """What only a worker knows of its KV memory. scales: (layer and kind, values) of quantised KV.
 
-    tensor_rank: int
+    rank: in the whole engine, stage by stage. pipeline_rank: of its stage.
+    """
+
+    rank: int
     pipeline_rank: int
     groups: tuple[GroupFacts, ...]
     packing: str
