@@ -2,8 +2,8 @@
 
 Any thread may call. A call takes a bounded time: it waits for the node's answer (``SchedulerClient``),
 for the load's deadline (the node's, at most ``deadline_s``) and its stall timeout, or for reservations
-(``copying.RESERVE_S`` each); what the callbacks take comes on top. A node that is lost, silent or full costs no
-exception: the call returns less, and ``statistics`` says why.
+(``copying.RESERVE_S`` each); what the callbacks take comes on top. A node that is lost, silent or full costs
+no exception: the call returns less, and ``statistics`` says why.
 """
 
 import itertools
