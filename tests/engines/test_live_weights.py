@@ -1,4 +1,4 @@
-"""Other weights under a running engine: nothing of the old ones is loaded, nothing stored under their name."""
+"""Other weights under a running engine: nothing of the old ones is loaded, nothing goes under their name."""
 
 import warnings
 from contextlib import ExitStack
