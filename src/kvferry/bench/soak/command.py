@@ -22,8 +22,8 @@ SHORT_S = 120.0  # below that no engine is restarted, and something happens ofte
 SHORT_PACE_S = 5.0
 PACE_S = 20.0
 MAX_USERS = 256
-LONGEST = 2048
-BLOCKS = 20
+LONGEST = 1280
+BLOCKS = 14
 POOL_MB = 64
 VALKEY_MB = 32
 EXIT_WRONG = 1
@@ -81,7 +81,7 @@ def _check(args: argparse.Namespace) -> None:
         raise MisconfiguredError(f"--minutes {args.minutes}: more than 0, at most {MAX_MINUTES:.0f}")
     bounds = (
         ("users", 1, MAX_USERS),
-        ("longest", LONGEST // 4, 1 << 20),
+        ("longest", LONGEST // 2, 1 << 20),
         ("blocks", 8, 1 << 24),
         ("pool_mb", 64, 1 << 20),
         ("valkey_mb", 1, 1 << 20),

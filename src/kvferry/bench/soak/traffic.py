@@ -12,11 +12,11 @@ PRIORITIES = 3
 class Shape:
     """Tokens. longest: of prompt and answer together, at most."""
 
-    longest: int = 1536
+    longest: int = 1280
     openings: int = 4  # shared beginnings
-    opening: tuple[int, int] = (120, 520)
-    words: tuple[int, int] = (20, 260)
-    answer: tuple[int, int] = (2, 72)
+    opening: tuple[int, int] = (120, 400)
+    words: tuple[int, int] = (20, 200)
+    answer: tuple[int, int] = (2, 160)
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Threads that talk to the replicas, and one that has every answer judged."""
+"""Threads that talk to the replicas, and some that have every answer judged."""
 
 import queue
 import threading
@@ -12,6 +12,7 @@ from kvferry.bench.soak.judging import Exchange, Finding, Judge
 from kvferry.bench.soak.traffic import Conversation, Traffic
 from kvferry.errors import KvferryError
 
+JUDGES = 3
 MAX_UNJUDGED = 24  # then users wait: the judge's engine computes everything itself
 AWAY_S = 0.1  # before a replica that is down is asked again
 MAX_PROBLEMS = 50
@@ -77,11 +78,14 @@ class Users:
             threading.Thread(target=self._talk, args=(traffic,), name=f"soak-user-{number}", daemon=True)
             for number, traffic in enumerate(traffics)
         ]
-        self._judging = threading.Thread(target=self._judge_all, name="soak-judge", daemon=True)
+        self._judging = [
+            threading.Thread(target=self._judge_all, name=f"soak-judge-{number}", daemon=True)
+            for number in range(JUDGES)
+        ]
 
     def start(self) -> None:
         """All at once."""
-        for thread in (*self._threads, self._judging):
+        for thread in (*self._threads, *self._judging):
             thread.start()
 
     def stop(self) -> None:
@@ -91,8 +95,9 @@ class Users:
         for thread in self._threads:
             thread.join(max(0.0, give_up - time.monotonic()))
         self._all_asked.set()
-        self._judging.join(max(1.0, give_up - time.monotonic()))
-        for thread in (*self._threads, self._judging):
+        for thread in self._judging:
+            thread.join(max(1.0, give_up - time.monotonic()))
+        for thread in (*self._threads, *self._judging):
             if thread.is_alive():
                 self._tally.problem(f"{thread.name} still waits {JOIN_S:.0f} s after the end")
 
