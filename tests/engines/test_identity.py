@@ -176,6 +176,33 @@ def test_what_turns_items_into_kv_changes_the_namespace(tmp_path: Path) -> None:
     assert named() == named()
 
 
+def test_drafts_that_keep_kv_are_named_by_their_content(tmp_path: Path) -> None:
+    model, one = model_directory(tmp_path / "m"), model_directory(tmp_path / "1", seed=1)
+    copy, two = model_directory(tmp_path / "copy", seed=1), model_directory(tmp_path / "2", seed=2)
+
+    def named(draft: Path, method: str = "eagle", **changes: Any) -> bytes:
+        fields = {"model": str(draft), "revision": None, "dtype": "torch.bfloat16", "quantization": None}
+        engine = config(model)
+        engine.speculative_config = SimpleNamespace(
+            method=method,
+            kv_cache_dtype=changes.pop("kv_cache_dtype", None),
+            draft_model_config=SimpleNamespace(**(fields | changes)),
+        )
+        return assign(engine, SETTINGS, key=KEY, facts=[facts()], chunks=chunks()).namespace.namespace
+
+    assert named(one) == named(copy)
+    names = {named(one), named(two), named(model, "mtp"), named(one, "draft_model")}
+    names |= {
+        named(one, quantization="fp8"),
+        named(one, dtype="torch.float16"),
+        named(one, kv_cache_dtype="fp8"),
+    }
+    assert len(names) == 7
+    assert named(one, "ngram") == named(two, "medusa") == namespace(model)
+    with pytest.raises(MisconfiguredError, match="draft weights"):
+        named(tmp_path / "elsewhere")
+
+
 def test_equal_copies_of_a_model_share_whatever_their_paths(tmp_path: Path) -> None:
     first, second = model_directory(tmp_path / "here"), model_directory(tmp_path / "there" / "deep")
     assert namespace(first) == namespace(second, ConnectorSettings(socket=Path("/elsewhere")))
@@ -228,7 +255,7 @@ def test_chunk_tokens_must_fit_the_block_size(tmp_path: Path) -> None:
         ("model_config.is_encoder_decoder", True, "encoder-decoder"),
         ("model_config.runner_type", "pooling", "pooling"),
         ("cache_config.enable_prefix_caching", False, "prefix caching"),
-        ("speculative_config", SimpleNamespace(method="eagle"), "eagle"),
+        ("speculative_config", SimpleNamespace(method="dflash"), "dflash"),
         ("model_config.multimodal_config", SimpleNamespace(mm_encoder_attn_dtype="fp8"), "encoder"),
     ],
 )

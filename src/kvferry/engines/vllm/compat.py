@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
+from kvferry.engines.vllm.companions import unsupported_companion
 from kvferry.engines.vllm.groups import unshared
 from kvferry.engines.vllm.roles import KvRole
 from kvferry.errors import MisconfiguredError
@@ -113,12 +114,6 @@ def _by_features(config: "VllmConfig") -> str | None:
         return "an encoder-decoder model"
     if model.runner_type == "pooling":
         return "a pooling model"
-    multimodal = getattr(model, "multimodal_config", None)
-    if multimodal is not None and multimodal.mm_encoder_attn_dtype is not None:
-        return f"an encoder whose attention is quantised ({multimodal.mm_encoder_attn_dtype})"
-    speculative = config.speculative_config
-    if speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
-        return f"speculative decoding with a draft model ({speculative.method}), whose KV is not stored"
     if not config.cache_config.enable_prefix_caching:
         return "prefix caching switched off in the engine"
-    return None
+    return unsupported_companion(config)

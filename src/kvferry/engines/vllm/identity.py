@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvferry.client.messages import NamespaceInfo
 from kvferry.engines.checkpoints import local_directory
 from kvferry.engines.planning import ChunkGeometry
+from kvferry.engines.vllm.companions import draft_settings, encoder_settings
 from kvferry.engines.vllm.groups import kv_groups
 from kvferry.engines.vllm.messages import Assignment, WorkerFacts, WorkerPart
 from kvferry.engines.vllm.settings import ConnectorSettings
@@ -199,25 +200,7 @@ def _overrides(config: "VllmConfig") -> tuple[Setting, ...]:
         found.append(Setting("hf_config", hashlib.sha256(_config_text(model).encode()).hexdigest()))
     if _depends_on_length(model):
         found.append(Setting("max_model_len", str(model.max_model_len)))
-    return (*found, *_encoder_settings(config))
-
-
-def _encoder_settings(config: "VllmConfig") -> list[Setting]:
-    """What turns an item's tensors into KV beside the model itself; the tensors name how they were made."""
-    multimodal = getattr(config.model_config, "multimodal_config", None)
-    if multimodal is None:
-        return []
-    names = ("mm_encoder_attn_backend", "mm_device_do_normalize", "mm_processor_kwargs")
-    found = {
-        name: getattr(multimodal, name) for name in (*names, "video_pruning_rate", "video_pruning_method")
-    }
-    if config.lora_config is not None:
-        found["enable_tower_connector_lora"] = config.lora_config.enable_tower_connector_lora
-    return [
-        Setting(name, json.dumps(value, sort_keys=True, default=str))
-        for name, value in found.items()
-        if value is not None
-    ]
+    return (*found, *encoder_settings(config), *draft_settings(config))
 
 
 def _config_text(model: Any) -> str:
