@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,9 +17,9 @@ from kvferry.engines.planning import ChunkGeometry
 from kvferry.engines.vllm import scheduler as scheduler_side
 from kvferry.engines.vllm import transfers
 from kvferry.engines.vllm.copy import CpuBlockCopier
-from kvferry.engines.vllm.identity import AdapterDigests
+from kvferry.engines.vllm.identity import AdapterDigests, rank_parts
 from kvferry.engines.vllm.layout import LayerView, plan_layout
-from kvferry.engines.vllm.messages import Assignment, WorkerPart
+from kvferry.engines.vllm.messages import Assignment
 from kvferry.engines.vllm.pins import Pins
 from kvferry.engines.vllm.prefill import PrefillWatch
 from kvferry.engines.vllm.requests import Admission
@@ -27,8 +28,10 @@ from kvferry.engines.vllm.scheduler import SchedulerSide
 from kvferry.engines.vllm.transfers import Stream
 from kvferry.engines.vllm.worker import WorkerSide
 from kvferry.identity.domain import DomainKey
+from kvferry.identity.geometry import Geometry, GroupKind, KvGroup
 from kvferry.node.node import Node
 from kvferry.testing.connector_contract import BLOCK_TOKENS
+from kvferry.testing.engine_tables import full_attention
 from kvferry.testing.expectations import WAIT_S, eventually
 from kvferry.testing.fake_engine import FakeEngine, Kv
 from kvferry.testing.holdings import at_rest
@@ -87,16 +90,44 @@ class GatedStore:
         self.client.close()
 
 
-class HostMemory:
-    """One rank's KV in host memory."""
+FULL = (full_attention(BLOCK_TOKENS),)
+"""One group of full attention: most engines."""
 
-    def __init__(self, blocks: int) -> None:
+
+def window(tokens: int) -> KvGroup:
+    """A group that sees so many tokens."""
+    return replace(FULL[0], kind=GroupKind.WINDOW, window_tokens=tokens)
+
+
+STATE = replace(FULL[0], kind=GroupKind.STATE, kv_heads=0)
+
+
+def extents(groups: Sequence[KvGroup]) -> list[tuple[int, int]]:
+    """Layers, and bytes of a block in each, that a group uses: all of its own, in the same memory."""
+    return [(LAYERS - at % LAYERS, BLOCK_BYTES - 100 * at) for at in range(len(groups))]
+
+
+class HostMemory:
+    """One rank's KV in host memory. One block more than the engine uses: the null block."""
+
+    def __init__(self, blocks: int, groups: Sequence[KvGroup] = FULL) -> None:
+        blocks += 1
         self.kv: Kv = np.zeros((LAYERS, blocks, BLOCK_BYTES), dtype=np.uint8)
-        views = [
-            LayerView(f"layer{n}", 0, n * blocks * BLOCK_BYTES, (blocks, BLOCK_BYTES), (BLOCK_BYTES, 1), 1)
-            for n in range(LAYERS)
+        self.copiers = [
+            CpuBlockCopier(
+                plan_layout(
+                    [
+                        LayerView(
+                            f"{at}.{n}", 0, n * blocks * BLOCK_BYTES, (blocks, nbytes), (BLOCK_BYTES, 1), 1
+                        )
+                        for n in range(layers)
+                    ],
+                    blocks=blocks,
+                ),
+                [self.kv.reshape(-1)],
+            )
+            for at, (layers, nbytes) in enumerate(extents(groups))
         ]
-        self.copiers = [CpuBlockCopier(plan_layout(views, blocks=blocks), [self.kv.reshape(-1)])]
         self.cores = frozenset({0})
         self.device = "cpu"
 
@@ -111,8 +142,11 @@ class HostMemory:
 class SideFleet:
     """``ConnectorFleet`` over a node inside this process."""
 
-    def __init__(self, directory: Path, stack: ExitStack, *, chunk_blocks: int) -> None:
+    def __init__(
+        self, directory: Path, stack: ExitStack, *, chunk_blocks: int, groups: Sequence[KvGroup] = FULL
+    ) -> None:
         self._stack = stack
+        self._groups = tuple(groups)
         self._chunk_blocks = chunk_blocks
         # A host may be busy for longer than an engine would wait.
         stack.enter_context(patch.object(scheduler_side, "LOOKUP_MAX_S", WAIT_S))
@@ -136,14 +170,28 @@ class SideFleet:
     def engine(
         self, *, blocks: int = 64, ranks: int = 1, tokens_per_step: int = 64, role: KvRole = KvRole.BOTH
     ) -> FakeEngine:
-        geometry = ChunkGeometry(BLOCK_TOKENS, BLOCK_TOKENS * self._chunk_blocks)
-        part_bytes = (LAYERS * BLOCK_BYTES * self._chunk_blocks,) * ranks
-        namespace = NamespaceInfo(b"test" + bytes([ranks]) * 12, part_bytes, geometry.chunk_tokens, "default")
+        blocks *= len(self._groups)  # every group needs as many as one alone would, at most
+        geometry = ChunkGeometry(BLOCK_TOKENS, BLOCK_TOKENS * self._chunk_blocks, self._groups)
+        parts = Geometry(
+            tuple(
+                replace(group, stages=(("layer",),), block_bytes=(layers * nbytes,), kv_heads=0)
+                for group, (layers, nbytes) in zip(self._groups, extents(self._groups), strict=True)
+            ),
+            geometry.chunk_tokens,
+            tensor_ranks=ranks,
+        )
+        namespace = NamespaceInfo(
+            b"test" + bytes([ranks]) * 12,
+            parts.part_bytes,
+            geometry.chunk_tokens,
+            "default",
+            trailing=parts.trailing if any(parts.trailing) else (),
+        )
         assignment = Assignment(
             str(self.node.settings.socket_path),
             f"engine{len(self._schedulers)}",
             namespace,
-            tuple((WorkerPart(rank, 1),) for rank in range(ranks)),
+            rank_parts(parts),
         )
         pins = Pins(ranks=ranks)
         client = SchedulerClient(
@@ -167,9 +215,10 @@ class SideFleet:
         )
         self._stack.callback(adapters.close)
         self._stack.callback(scheduler.close)
-        memories = [HostMemory(blocks) for _ in range(ranks)]
+        memories = [HostMemory(blocks, self._groups) for _ in range(ranks)]
         workers = [
-            WorkerSide(memory, rank=rank, connect=self._connect) for rank, memory in enumerate(memories)
+            WorkerSide(memory, rank=rank, connect=self._connect, by_block=geometry.by_block)
+            for rank, memory in enumerate(memories)
         ]
         others = len(self._stores)
         for worker in workers:
@@ -183,7 +232,10 @@ class SideFleet:
             scheduler=scheduler,
             workers=workers,
             tokens_per_step=tokens_per_step,
+            groups=self._groups,
+            extents=extents(self._groups),
         )
+        self._ranks = ranks
         pins.bind(engine.pool)
         self._schedulers[id(engine)] = (scheduler, pins)
         self._workers[id(engine)] = workers
@@ -227,13 +279,13 @@ class SideFleet:
         scheduler.close()
 
     def damage_node(self, *, rank: int | None = None) -> None:
-        """See the contract. Here a rank's part has its number."""
+        """See the contract. A rank's parts have its number, group after group."""
         state = self.node._app.state
         pool = np.frombuffer(state.arena.view(0, POOL_BYTES), dtype=np.uint8)
         # Not while a slot is being filled: its writer would sign the damage. And never back to what it was.
         eventually(lambda: not self.node.statistics().catalogue.filling_parts, "no slot that is being filled")
         for entry in list(state.catalogue._at.values()):
-            if rank in (None, entry.key.part):
+            if rank in (None, entry.key.part % self._ranks):
                 pool[entry.offset : entry.offset + entry.nbytes] += 1
 
     def hold_loads(self) -> Callable[[], None]:

@@ -21,6 +21,7 @@ class WorkerHooks(Protocol):
     def end_step(self) -> None: ...
     def finished_loads(self) -> set[str]: ...
     def failed_blocks(self) -> set[int]: ...
+    def failed_requests(self) -> set[str]: ...
     def report(self) -> Any: ...
 
 
@@ -61,12 +62,21 @@ class FakeRequest:
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     status: Status = Status.WAITING
-    blocks: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=lambda: [[]])
     all_token_ids: list[int] = field(default_factory=list)
     external_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.all_token_ids = list(self.prompt_token_ids)
+
+    @property
+    def blocks(self) -> list[int]:
+        """Of the first KV group."""
+        return self.tables[0]
+
+    @blocks.setter
+    def blocks(self, table: list[int]) -> None:
+        self.tables[0] = table
 
     @property
     def num_tokens(self) -> int:

@@ -5,13 +5,11 @@ loads, failures, aborts and preemptions ``check`` can say whether every cached b
 Modelled on vLLM 0.32's scheduler with asynchronous loads and the recompute policy.
 """
 
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from kvferry.errors import BrokenError
+from kvferry.identity.geometry import KvGroup
 from kvferry.testing.engine_books import (
     Block,
     BlockPool,
@@ -22,6 +20,7 @@ from kvferry.testing.engine_books import (
     StepOutput,
     WorkerHooks,
 )
+from kvferry.testing.engine_tables import Tables, full_attention
 
 __all__ = [
     "Block",
@@ -41,7 +40,10 @@ MAX_STEPS = 200_000
 
 
 class FakeEngine:
-    """memories: one per rank. tokens_per_step: the batch's token budget."""
+    """memories: one per rank, (layers, blocks and the null block, bytes). tokens_per_step: the budget.
+
+    groups, extents: its KV groups and what of the memory each uses; one of full attention, unless said.
+    """
 
     def __init__(
         self,
@@ -51,12 +53,14 @@ class FakeEngine:
         scheduler: SchedulerHooks,
         workers: Sequence[WorkerHooks],
         tokens_per_step: int = 64,
+        groups: Sequence[KvGroup] = (),
+        extents: Sequence[tuple[int, int]] | None = None,
     ) -> None:
-        self.pool = BlockPool(memories[0].shape[1])
+        self._tables = Tables(memories, groups or [full_attention(block_tokens)], extents=extents)
+        self.pool = self._tables.pool
         self.requests: dict[str, FakeRequest] = {}
         self.recomputed: list[str] = []
-        self._memories = memories
-        self._block_tokens = block_tokens
+        self._block_tokens = self._tables.unit
         self._scheduler = scheduler
         self._workers = workers
         self._budget = tokens_per_step
@@ -111,24 +115,30 @@ class FakeEngine:
         budget = self._budget
         for request in list(self.requests.values()):
             if budget and request.status is not Status.FINISHED and self._admit(request):
-                tokens = min(budget, request.num_tokens - request.num_computed_tokens)
-                if self._grow(request, request.num_computed_tokens + tokens):
+                tokens = self._share(request, budget)
+                if tokens and self._grow(request, request.num_computed_tokens + tokens):
                     scheduled[request.request_id] = tokens
                     budget -= tokens
-        tables: dict[str, tuple[list[int], ...]] = {
-            name: (list(self.requests[name].blocks),) for name in scheduled
-        }
-        plan = self._scheduler.plan_step(StepOutput(scheduled, StepOutput({}, None, tables)))
+        for name, tokens in scheduled.items():
+            self._tables.cache(self.requests[name], self.requests[name].num_computed_tokens + tokens)
+        tables = {name: tuple(list(t) for t in self.requests[name].tables) for name in scheduled}
+        state = StepOutput({}, None, tables, boundary_state_offloads=self._tables.take_handed())
+        plan = self._scheduler.plan_step(StepOutput(scheduled, state))
         finished: list[set[str]] = []
         failed: set[int] = set()
+        lost: set[str] = set()
         reports = []
         for rank, worker in enumerate(self._workers):
             worker.begin_step(plan)
-            self._forward(rank, scheduled)
+            for name, tokens in scheduled.items():
+                request = self.requests[name]
+                self._tables.forward(rank, request, end=request.num_computed_tokens + tokens)
             worker.end_step()
             finished.append(worker.finished_loads())
+            lost |= worker.failed_requests()
             failed |= worker.failed_blocks()
             reports.append(worker.report())
+        self._lose(lost)
         self._invalidate(failed)
         for report in reports:
             if report is not None:
@@ -145,19 +155,19 @@ class FakeEngine:
             if request.request_id not in self._recved:
                 return False
             self._promote(request)
-        if request.num_computed_tokens == 0 and not request.blocks:
-            local = self._local_hit(request)
-            external, loads = self._scheduler.matched_tokens(request, len(local) * self._block_tokens)
+        if request.num_computed_tokens == 0 and not any(request.tables):
+            local = self._tables.local_hit(request)
+            external, loads = self._scheduler.matched_tokens(request, local)
             if external is None:
                 return False
             if request.skip_reading_prefix_cache:
                 external, loads = 0, False
-            if len(local) * self._block_tokens + external >= request.num_tokens:
+            if local + external >= request.num_tokens:
                 raise BrokenError("a hit left no token to compute")
-            if not self._allocate(request, local, external):
+            if not self._tables.allocate(request, local=local, external=external):
                 return False
-            self._scheduler.allocated(request, (request.blocks,), external)
-            request.num_computed_tokens = len(local) * self._block_tokens + external
+            self._scheduler.allocated(request, request.tables, external)
+            request.num_computed_tokens = local + external
             request.external_tokens = external
             if loads:
                 request.status = Status.WAITING_FOR_REMOTE_KVS
@@ -174,55 +184,33 @@ class FakeEngine:
             self.recomputed.append(request.request_id)
             if not request.num_computed_tokens:
                 self._free(request)
-        self._cache(request, request.num_computed_tokens)
+        self._tables.cache(request, request.num_computed_tokens)
 
-    def _local_hit(self, request: FakeRequest) -> list[int]:
-        hit: list[int] = []
-        if request.skip_reading_prefix_cache:
-            return hit
-        for index in range((request.num_tokens - 1) // self._block_tokens):
-            block = self.pool.cached.get(self._name(request, index))
-            if block is None:
-                break
-            hit.append(block)
-        return hit
-
-    def _allocate(self, request: FakeRequest, local: list[int], external: int) -> bool:
-        self.pool.touch([self.pool.blocks[number] for number in local])
-        taken = self.pool.take(-(-external // self._block_tokens))
-        if taken is None:
-            self.pool.free_blocks([self.pool.blocks[number] for number in local])
-            return False
-        request.blocks = local + taken
-        return True
+    def _share(self, request: FakeRequest, budget: int) -> int:
+        """Tokens of the step's budget. With recurrent state, a prefill stops where it may be kept."""
+        start = request.num_computed_tokens
+        end = min(start + budget, request.num_tokens)
+        last = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
+        if self._tables.has_states and start < last:
+            end = min(end, last) // self._block_tokens * self._block_tokens
+        return max(0, end - start)
 
     def _grow(self, request: FakeRequest, tokens: int) -> bool:
-        taken = self.pool.take(max(0, -(-tokens // self._block_tokens) - len(request.blocks)))
-        if taken is None:
+        if not self._tables.grow(request, tokens):
             self.preempt(request)
             return False
-        request.blocks += taken
         return True
 
-    def _forward(self, rank: int, scheduled: dict[str, int]) -> None:
-        for name, tokens in scheduled.items():
-            request = self.requests[name]
-            self._check_prefix(rank, request)
-            first = request.num_computed_tokens // self._block_tokens
-            last = (request.num_computed_tokens + tokens) // self._block_tokens
-            for index in range(first, last):
-                self._memories[rank][:, request.blocks[index]] = self._content(
-                    rank, self._name(request, index)
-                )
-
-    def _check_prefix(self, rank: int, request: FakeRequest) -> None:
-        """What a forward pass reads must be this request's own prefix."""
-        for index in range(request.num_computed_tokens // self._block_tokens):
-            found = self._memories[rank][:, request.blocks[index]]
-            if not np.array_equal(found, self._content(rank, self._name(request, index))):
-                raise BrokenError(f"{request.request_id} reads another prefix's KV in its block {index}")
+    def _lose(self, lost: set[str]) -> None:
+        """Loads that failed as a whole: nothing of the request is computed, not even its own prefix."""
+        for request in self.requests.values():
+            if request.request_id in lost and request.status is Status.WAITING_FOR_REMOTE_KVS:
+                request.num_computed_tokens = 0
+                self._failed.add(request.request_id)
 
     def _invalidate(self, failed: set[int]) -> None:
+        if failed and len(self._tables.groups) > 1:
+            raise BrokenError("blocks of several groups were reported as failed: whose are they?")
         for request in self.requests.values():
             if request.status is not Status.WAITING_FOR_REMOTE_KVS:
                 continue
@@ -255,7 +243,7 @@ class FakeEngine:
         for name, tokens in scheduled.items():
             request = self.requests[name]
             request.num_computed_tokens += tokens
-            self._cache(request, request.num_computed_tokens)
+            self._tables.cache(request, request.num_computed_tokens)
             if request.num_computed_tokens == request.num_tokens:
                 request.all_token_ids.append(1_000 + request.num_tokens)
                 if request.num_tokens - request.num_prompt_tokens >= request.output_tokens:
@@ -269,24 +257,4 @@ class FakeEngine:
             self.requests.pop(request.request_id, None)
 
     def _free(self, request: FakeRequest) -> None:
-        self.pool.free_blocks([self.pool.blocks[number] for number in reversed(request.blocks)])
-        request.blocks = []
-
-    def _cache(self, request: FakeRequest, tokens: int) -> None:
-        for index in range(tokens // self._block_tokens):
-            block = self.pool.blocks[request.blocks[index]]
-            name = self._name(request, index)
-            if block.name is None and name not in self.pool.cached:
-                block.name = name
-                self.pool.cached[name] = block.block_id
-
-    def _name(self, request: FakeRequest, index: int) -> bytes:
-        prefix = request.all_token_ids[: (index + 1) * self._block_tokens]
-        adapter = request.lora_request.lora_path if request.lora_request is not None else None
-        text = repr((prefix, str(request.cache_salt), adapter))
-        return hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
-
-    def _content(self, rank: int, name: bytes) -> Kv:
-        layers, _, nbytes = self._memories[rank].shape
-        seed = int.from_bytes(hashlib.blake2b(name + bytes([rank]), digest_size=8).digest(), "little")
-        return np.random.default_rng(seed).integers(0, 256, (layers, nbytes), dtype=np.uint8)
+        self._tables.free(request)

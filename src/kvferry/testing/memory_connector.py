@@ -234,6 +234,10 @@ class MemoryWorker:
         failed, self._failed = self._failed, set()
         return failed
 
+    def failed_requests(self) -> set[str]:
+        """None: with one group, failures are told block by block."""
+        return set()
+
     def report(self) -> list[int]:
         """Saves that are done with their blocks."""
         with self._lock:
@@ -289,7 +293,7 @@ class MemoryFleet:
 
     def engine(self, *, blocks: int = 64, ranks: int = 1, tokens_per_step: int = 64) -> FakeEngine:
         """See the contract."""
-        memories = [np.zeros((LAYERS, blocks, BLOCK_BYTES), dtype=np.uint8) for _ in range(ranks)]
+        memories = [np.zeros((LAYERS, blocks + 1, BLOCK_BYTES), dtype=np.uint8) for _ in range(ranks)]
         scheduler = self._scheduler(self._store, ranks=ranks)
         workers = [self._worker(self._store, memory, rank=n) for n, memory in enumerate(memories)]
         engine = FakeEngine(
