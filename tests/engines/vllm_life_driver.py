@@ -1,4 +1,4 @@
-"""The driver with the verbs of an engine's life: sleep, other weights, images, beams, storms of aborts."""
+"""The driver with the verbs of an engine's life: sleep, other weights, sounds, beams, storms of aborts."""
 
 import random
 from typing import Any
@@ -6,15 +6,17 @@ from typing import Any
 from tests.engines import vllm_driver
 from tests.engines.vllm_driver import Driver, params, prompt_of
 
-VERBS = ("generate_n", "beams", "look", "embeds", "sleep", "reload", "storm", "late", "pause")
+VERBS = ("generate_n", "beams", "listen", "forget_sounds", "embeds", "sleep", "reload", "storm", "late")
 
 
-def image(seed: int) -> Any:
-    """A picture of noise."""
-    from PIL import Image
+RATE = 16_000
 
-    rng = random.Random(seed)
-    return Image.frombytes("RGB", (224, 224), rng.randbytes(224 * 224 * 3))
+
+def sound(seed: int, seconds: float) -> Any:
+    """Noise."""
+    import numpy as np
+
+    return np.random.default_rng(seed).standard_normal(int(seconds * RATE), dtype=np.float32)
 
 
 class LifeDriver(Driver):
@@ -33,14 +35,20 @@ class LifeDriver(Driver):
         [found] = self._llm.beam_search([prompt_of(options)], wanted, use_tqdm=False)
         return [list(beam.tokens) for beam in found.sequences]
 
-    def look(self, options: dict[str, Any]) -> Any:
-        """A prompt with images. uuids: what the client calls them."""
-        asked = {**prompt_of(options), "multi_modal_data": {"image": [image(n) for n in options["images"]]}}
+    def listen(self, options: dict[str, Any]) -> Any:
+        """A prompt with sounds, each a seed and seconds. uuids: what the client calls them."""
+        sounds = [(sound(seed, seconds), RATE) for seed, seconds in options["sounds"]]
+        asked = {**prompt_of(options), "multi_modal_data": {"audio": sounds}}
         if "uuids" in options:
-            asked["multi_modal_uuids"] = {"image": options["uuids"]}
+            asked["multi_modal_uuids"] = {"audio": options["uuids"]}
         [output] = self._llm.generate([asked], [params(options)], use_tqdm=False)
         tokens = list(output.outputs[0].token_ids)
         return {"tokens": tokens, "cached": output.num_cached_tokens, "prompt": len(output.prompt_token_ids)}
+
+    def forget_sounds(self, options: dict[str, Any]) -> Any:
+        """Processed items, not encoder outputs: what a client names anew is processed anew."""
+        self._llm.llm_engine.reset_mm_cache()
+        return True
 
     def embeds(self, options: dict[str, Any]) -> Any:
         """A prompt of embeddings."""

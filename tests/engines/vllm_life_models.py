@@ -10,9 +10,9 @@ from typing import Any
 
 from tests.engines.vllm_models import HEAD, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCABULARY
 
-IMAGE_TOKEN = 3
-IMAGE_SIDE, PATCH = 224, 14
-IMAGE_TOKENS = (IMAGE_SIDE // PATCH) ** 2
+AUDIO = 3
+MAX_SECONDS = 30  # of sound in one item: what the engine takes
+TOKENS_PER_SECOND = 25
 
 
 def _text_config() -> Any:
@@ -50,13 +50,40 @@ def other_llama(directory: Path) -> None:
     _save(LlamaForCausalLM, _text_config(), directory, seed=8)
 
 
+def draft(directory: Path) -> None:
+    """A smaller model of the same vocabulary."""
+    from transformers import LlamaForCausalLM
+
+    config = _text_config()
+    config.num_hidden_layers = 1
+    _save(LlamaForCausalLM, config, directory, seed=9)
+
+
+def eagle(directory: Path) -> None:
+    """An EAGLE head: one layer behind a projection of the model's own hidden states."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    draft(directory)
+    path = str(directory / "model.safetensors")
+    left_out = ("lm_head.weight", "model.norm.weight", "model.layers.0.input_layernorm.weight")
+    tensors = {
+        name.removeprefix("model."): tensor
+        for name, tensor in load_file(path).items()
+        if name not in left_out
+    }
+    tensors["fc.weight"] = torch.randn(HIDDEN, 2 * HIDDEN, dtype=torch.bfloat16) / 16
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
 def _tokenizer() -> Any:
-    """Words ``t5`` to ``t1023`` are tokens 5 to 1023."""
+    """Words ``t6`` to ``t1023`` are tokens 6 to 1023."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = {"<unk>": 0, "<s>": 1, "</s>": 2, "<image>": IMAGE_TOKEN, "<pad>": 4}
-    words |= {f"t{number}": number for number in range(5, VOCABULARY)}
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    words |= {f"<|{name}|>": number for number, name in enumerate(("AUDIO", "audio_bos", "audio_eos"), AUDIO)}
+    words |= {f"t{number}": number for number in range(6, VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
@@ -64,52 +91,57 @@ def _tokenizer() -> Any:
         unk_token="<unk>",
         bos_token="<s>",
         eos_token="</s>",
-        pad_token="<pad>",
-        additional_special_tokens=["<image>"],
+        pad_token="</s>",
+        additional_special_tokens=["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"],
     )
 
 
-def llava(directory: Path) -> None:
-    """An image is 256 tokens: two chunks on a CPU."""
+def listener(directory: Path) -> None:
+    """Takes sounds: 25 tokens per second, anywhere in the prompt."""
     from transformers import (
-        CLIPImageProcessorPil,
-        CLIPVisionConfig,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-        LlavaProcessor,
+        Qwen2AudioConfig,
+        Qwen2AudioEncoderConfig,
+        Qwen2AudioForConditionalGeneration,
+        Qwen2AudioProcessor,
+        Qwen2Config,
+        WhisperFeatureExtractor,
     )
 
-    vision = CLIPVisionConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=IMAGE_SIDE,
-        patch_size=PATCH,
-        projection_dim=64,
+    ears = Qwen2AudioEncoderConfig(
+        num_mel_bins=128,
+        encoder_layers=2,
+        encoder_attention_heads=4,
+        encoder_ffn_dim=128,
+        d_model=64,
+        max_source_positions=MAX_SECONDS * 50,
     )
-    config = LlavaConfig(
-        vision_config=vision,
-        text_config=_text_config(),
-        image_token_index=IMAGE_TOKEN,
-        vision_feature_layer=-1,
-        vision_feature_select_strategy="default",
-    )
-    _save(LlavaForConditionalGeneration, config, directory, seed=7)
-    processor = LlavaProcessor(
-        image_processor=CLIPImageProcessorPil(
-            size={"shortest_edge": IMAGE_SIDE}, crop_size={"height": IMAGE_SIDE, "width": IMAGE_SIDE}
-        ),
+    fields = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+    text = Qwen2Config(**(_text_config().to_dict() | fields | {"model_type": "qwen2"}))
+    config = Qwen2AudioConfig(audio_config=ears, text_config=text, audio_token_index=AUDIO)
+    _save(Qwen2AudioForConditionalGeneration, config, directory, seed=7)
+    _rename_tensors(directory, "language_model.model.model.", "language_model.model.")
+    processor = Qwen2AudioProcessor(
+        feature_extractor=WhisperFeatureExtractor(feature_size=128),
         tokenizer=_tokenizer(),
-        patch_size=PATCH,
-        vision_feature_select_strategy="default",
-        image_token="<image>",
-        num_additional_image_tokens=1,
     )
     processor.save_pretrained(str(directory))
 
 
-MODELS: dict[str, Callable[[Path], None]] = {"other_llama": other_llama, "llava": llava}
+def _rename_tensors(directory: Path, wrong: str, right: str) -> None:
+    """As released checkpoints call them."""
+    from safetensors.torch import load_file, save_file
+
+    path = str(directory / "model.safetensors")
+    tensors = {name.replace(wrong, right): tensor for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+MODELS: dict[str, Callable[[Path], None]] = {
+    "other_llama": other_llama,
+    "draft": draft,
+    "eagle": eagle,
+    "listener": listener,
+}
 
 if __name__ == "__main__":
     root, names = Path(sys.argv[1]), sys.argv[2:]
