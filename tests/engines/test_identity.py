@@ -246,10 +246,20 @@ def test_chunk_tokens_must_fit_the_block_size(tmp_path: Path) -> None:
         assert chunk_geometry(groups, SETTINGS, device="cuda").chunk_tokens == tokens
 
 
+def test_with_recurrent_state_a_chunk_is_one_block() -> None:
+    """The state at a prompt's end is kept at a block's boundary, which a larger chunk would seldom have."""
+    groups = [
+        KvGroup(kind, block, stages=(), block_bytes=(), kv_heads=0)
+        for kind, block in ((GroupKind.FULL, 16), (GroupKind.STATE, 48))
+    ]
+    assert chunk_geometry(groups, SETTINGS, device="cuda").chunk_tokens == 48
+    chosen = ConnectorSettings(socket=Path("/s"), chunk_tokens=96)
+    assert chunk_geometry(groups, chosen, device="cuda").chunk_tokens == 96
+
+
 @pytest.mark.parametrize(
     ("path", "value", "word"),
     [
-        ("parallel_config.pipeline_parallel_size", 2, "pipeline"),
         ("parallel_config.nnodes", 2, "2 hosts"),
         ("parallel_config.decode_context_parallel_size", 2, "context parallelism"),
         ("model_config.is_encoder_decoder", True, "encoder-decoder"),

@@ -20,7 +20,7 @@ from kvferry.engines.vllm.messages import Assignment, WorkerFacts, WorkerPart
 from kvferry.engines.vllm.settings import ConnectorSettings
 from kvferry.errors import MisconfiguredError, RefusedError
 from kvferry.identity.domain import DomainKey
-from kvferry.identity.geometry import Device, Geometry, KvGroup, default_chunk_tokens
+from kvferry.identity.geometry import Device, Geometry, GroupKind, KvGroup, default_chunk_tokens
 from kvferry.identity.namespace import KvScale, NamespaceSpec, Setting, fingerprint
 from kvferry.identity.weights import model_fingerprint, revision_fingerprint
 
@@ -38,10 +38,17 @@ MAX_ADAPTERS = 4096
 def chunk_geometry(
     groups: Sequence[KvGroup], settings: ConnectorSettings, *, device: str, drafts: bool = False
 ) -> ChunkGeometry:
-    """Blocks and chunks. Raises MisconfiguredError for chunk_tokens that do not fit the block sizes."""
+    """Blocks and chunks. Raises MisconfiguredError for chunk_tokens that do not fit the block sizes.
+
+    An engine keeps recurrent state at the last block boundary of a prompt: chunks of several blocks, whose
+    ends that seldom is, would leave most prompts without. So with such a group a chunk is one block.
+    """
     block_tokens = math.lcm(*(group.block_tokens for group in groups))
     kind = Device.CPU if device == "cpu" else Device.GPU
-    chunk_tokens = settings.chunk_tokens or default_chunk_tokens(block_tokens, kind)
+    default = default_chunk_tokens(block_tokens, kind)
+    if any(group.kind is GroupKind.STATE for group in groups):
+        default = block_tokens
+    chunk_tokens = settings.chunk_tokens or default
     return ChunkGeometry(block_tokens, chunk_tokens, tuple(groups), drafts)
 
 
