@@ -15,6 +15,7 @@ from kvferry.identity.names import PartKey
 from kvferry.node.node import Node
 from kvferry.node.quota import QuotaTier
 from kvferry.tiers.contract import Tier
+from kvferry.tiers.valkey import mover, scout
 from kvferry.tiers.valkey.jobs import stripe_key
 from kvferry.tiers.valkey.tier import ValkeyTier
 
@@ -95,6 +96,32 @@ def test_a_stopped_valkey_costs_bounded_time_and_comes_back(
     eventually(
         lambda: engine.lookup([*chunks, *digests(1, "new")], "again").reason is Reason.ABSENT,
         "Valkey is back",
+    )
+
+
+def test_one_lookup_pays_for_finding_out_that_valkey_is_silent_and_later_ones_wait_for_nothing(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scout, "PROBE_S", WAIT_S)  # so that no breaker opens meanwhile
+    monkeypatch.setattr(mover, "SILENT_S", WAIT_S)
+    server = stack.enter_context(running_server())
+    node, engine = _host(tmp_path / "here", server, stack)
+    engine.save(digests(2))
+    eventually(lambda: node.statistics().counters.stored_parts == 2, "write-back")
+    server.pause()
+    monkeypatch.setattr(scheduler, "GRACE_S", WAIT_S)
+    engine.scheduler._wait_s = 0.3
+    assert engine.lookup(digests(2, "first"), "first").reason is Reason.DEADLINE
+    engine.scheduler._wait_s = 1000.0  # of which nothing is used: the clients' own bound is WAIT_S
+    for number in range(5):
+        assert engine.lookup(digests(2, f"later {number}"), f"later {number}").reason is Reason.TIER_DOWN
+    failed = node.statistics().counters.failed
+    assert (failed[Reason.DEADLINE], failed[Reason.TIER_DOWN]) == (1, 5)
+    assert node.statistics().counters.missed_chunks == 0
+    assert node.statistics().tier.state == "up"  # type: ignore[union-attr]
+    server.resume()
+    eventually(
+        lambda: engine.lookup(digests(2, "first"), "again").reason is Reason.ABSENT, "Valkey is asked again"
     )
 
 

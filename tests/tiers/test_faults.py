@@ -16,7 +16,7 @@ from kvferry.testing.expectations import WAIT_S, eventually
 from kvferry.testing.proxy import Proxy
 from kvferry.testing.tier_contract import fetch_all, probe_all, some_bytes, some_ref, store_all
 from kvferry.tiers.contract import Outcome
-from kvferry.tiers.valkey import scout
+from kvferry.tiers.valkey import mover, scout
 from kvferry.tiers.valkey.jobs import stripe_key
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.tier import ValkeyTier
@@ -324,7 +324,8 @@ def test_one_request_that_a_stopped_server_leaves_open_is_enough_to_find_it_out(
 def test_after_one_silence_questions_are_refused_until_something_is_heard(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scout, "PROBE_S", WAIT_S)  # the breaker has no time to open
+    monkeypatch.setattr(scout, "PROBE_S", WAIT_S)  # so that the breaker does not open
+    monkeypatch.setattr(mover, "SILENT_S", WAIT_S)
     tier = ValkeyTier.connect(server.settings(idle_s=1000.0))
     try:
         ref = stored(tier, 32, 1000)
@@ -344,6 +345,7 @@ def test_after_one_silence_questions_are_refused_until_something_is_heard(
 
 def test_a_slow_server_is_asked_again_once_it_is_heard(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scout, "PROBE_S", WAIT_S)
+    monkeypatch.setattr(mover, "SILENT_S", WAIT_S)
     tier = ValkeyTier.connect(through(proxy, idle_s=1000.0))
     try:
         ref = stored(tier, 33, 1000)
