@@ -24,16 +24,19 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
+from kvferry.client import copying, scheduler
 from kvferry.config import NodeSettings
 from kvferry.engines.sglang import backend
 from kvferry.engines.sglang.backend import KvferryStorage
 from kvferry.node.node import Node
 from kvferry.testing.expectations import WAIT_S
+from kvferry.tiers.contract import Tier
 
 PAGE = 16
 LAYERS = 3
 SLOTS = 16 * PAGE
 POOL_BYTES = 64 << 20
+LOOKUP_S, RESERVE_S = scheduler.UNMEASURED_LOOKUP_WAIT_S, copying.RESERVE_S
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
@@ -59,11 +62,10 @@ def _native_hash(key: Any, prior: bytes | None, page_size: int | None = None) ->
 @contextmanager
 def one_rank() -> Iterator[None]:
     """One process that is all ranks there are."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     with (
         patch.object(cache_utils, "get_native_hash", _native_hash),
-        patch.object(backend, "CONNECT_S", WAIT_S),
+        patient(),
         runtime_context.get_parallel().override(tp_rank=0, pp_rank=0, attn_dcp_size=1, attn_dcp_rank=0),
     ):
         yield
@@ -88,22 +90,25 @@ def serving(model_path: Path, **options: Any) -> Iterator[None]:
         yield
 
 
-def start_node(directory: Path, stack: ExitStack, **settings: Any) -> Node:
+def start_node(
+    directory: Path, stack: ExitStack, *, pool_bytes: int = POOL_BYTES, tier: Tier | None = None
+) -> Node:
+    """A node in this process."""
     directory.mkdir(mode=0o700, exist_ok=True)
-    tier = settings.pop("tier", None)
     node = Node(
-        NodeSettings(pool_bytes=POOL_BYTES, socket_path=directory / "node.sock", metrics_port=0, **settings),
-        **({"tier": tier} if tier is not None else {}),
+        NodeSettings(pool_bytes=pool_bytes, socket_path=directory / "node.sock", metrics_port=0), tier=tier
     )
     stack.callback(node.close)
     node.start()
     return node
 
 
-def mha_pool(layout: str = "page_first", *, heads: int = 2, dtype: torch.dtype = torch.bfloat16) -> Any:
+def mha_pool(
+    layout: str = "page_first", *, heads: int = 2, dtype: torch.dtype = torch.bfloat16, slots: int = SLOTS
+) -> Any:
     """SGLang's device pool of a small model with attention heads, and its host pool."""
     device = MHATokenToKVPool(
-        size=SLOTS,
+        size=slots,
         page_size=PAGE,
         dtype=dtype,
         head_num=heads,
@@ -119,7 +124,7 @@ def mha_pool(layout: str = "page_first", *, heads: int = 2, dtype: torch.dtype =
         PAGE,
         layout,
         pin_memory=False,
-        device_capacity_tokens=SLOTS,
+        device_capacity_tokens=slots,
         start_layer=0,
         end_layer=LAYERS,
     )
@@ -194,6 +199,36 @@ def extra_config(socket: Path, **more: Any) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def patient() -> Iterator[None]:
+    """A busy host may keep a node from answering for longer than an engine would wait."""
+    with (
+        patch.object(backend, "CONNECT_S", WAIT_S),
+        patch.object(scheduler, "UNMEASURED_LOOKUP_WAIT_S", WAIT_S),
+        patch.object(copying, "RESERVE_S", WAIT_S),
+    ):
+        yield
+
+
+@contextmanager
+def impatient() -> Iterator[None]:
+    """As an engine waits, and for no connection that cannot be."""
+    with (
+        patch.object(backend, "CONNECT_S", 0.0),
+        patch.object(scheduler, "UNMEASURED_LOOKUP_WAIT_S", LOOKUP_S),
+        patch.object(copying, "RESERVE_S", RESERVE_S),
+    ):
+        yield
+
+
+def damage(node: Node, *, page: int) -> None:
+    """Change a byte of one stored part, the ``page``-th that was stored."""
+    state = node._app.state
+    entry = list(state.catalogue._at.values())[page]
+    view = state.arena.view(entry.offset, entry.nbytes)
+    view[0] ^= 0xFF
+
+
 def storage(
     socket: Path, host: Any, stack: ExitStack, *, sides: dict[Any, Any] | None = None, **fields: Any
 ) -> KvferryStorage:
@@ -236,10 +271,14 @@ def controller(
     return made
 
 
+def tokens(pages: int, *, seed: int = 1) -> "array[int]":
+    """Of one prompt, as long as so many pages."""
+    return array("q", range(seed * 100_000, seed * 100_000 + pages * PAGE))
+
+
 def hashes(pages: int, *, seed: int = 1, prior: str | None = None) -> list[str]:
     """The names of so many pages of one prompt."""
-    tokens = array("q", range(seed * 1_000, seed * 1_000 + pages * PAGE))
-    found: list[str] = cache_utils.get_hash_str(tokens, prior, PAGE)
+    found: list[str] = cache_utils.get_hash_str(tokens(pages, seed=seed), prior, PAGE)
     return found
 
 
