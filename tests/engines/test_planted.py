@@ -1,14 +1,10 @@
 """The connector contract over vLLM's connector fails where that is broken: it reaches what it checks."""
 
-import re
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.sides import SideFleet
-from tests.testing.suites import failure
+from tests.engines.planting import Plant, demand
 
 from kvferry.engines.vllm import transfers
 from kvferry.engines.vllm.pins import Pins
@@ -17,11 +13,6 @@ from kvferry.engines.vllm.savebook import SaveBook
 from kvferry.engines.vllm.scheduler import SchedulerSide
 from kvferry.engines.vllm.worker import WorkerSide
 from kvferry.errors import BrokenError
-from kvferry.testing import connector_contract, expectations, fake_engine, holdings
-from kvferry.testing.connector_contract import ConnectorContract
-
-# How long the suite waits for what never comes. Longer only where a slow machine did not get there.
-PATIENCE = ((5000, 1.0), (100_000, 20.0))  # steps, seconds
 
 WRONG_BYTES = "reads another prefix's KV"
 NEVER = "did not get there"
@@ -42,15 +33,15 @@ def raises(*_: Any, **__: Any) -> None:
 
 pinned = Pins.pin
 
-PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str, str]] = {
-    "failed blocks are not told": (
+PLANTED: dict[str, Plant] = {
+    "failed blocks are not told": Plant(
         transfers,
         "failed_block_ids",
         lambda blocks, arrived: [],
         "test_a_damaged_part_is_recomputed_and_asked_for_once",
         WRONG_BYTES,
     ),
-    "a copy is not verified": (
+    "a copy is not verified": Plant(
         transfers.Loader,
         "_copy",
         lambda self, job, ready: (
@@ -66,49 +57,49 @@ PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str, str]] = {
         "test_a_damaged_part_is_recomputed_and_asked_for_once",
         WRONG_BYTES,
     ),
-    "blocks are not pinned": (
+    "blocks are not pinned": Plant(
         Pins,
         "pin",
         pins_none,
         "test_blocks_of_a_preempted_request_are_not_reused_while_they_are_copied_out",
         WRONG_BYTES,
     ),
-    "pins do not return": (
+    "pins do not return": Plant(
         Pins,
         "_unpin",
         nothing,
         "test_an_engine_loads_what_another_computed",
         NEVER,
     ),
-    "a preempted request is not looked up again": (
+    "a preempted request is not looked up again": Plant(
         Tracked,
         "reopen_after_preemption",
         nothing,
         "test_a_preempted_request_comes_back_with_its_own_bytes",
         "0 instead of 40",
     ),
-    "leases are not given back": (
+    "leases are not given back": Plant(
         SchedulerSide,
         "_end",
         nothing,
         "test_an_engine_loads_what_another_computed",
         "loads 1 instead of 0",
     ),
-    "a load's end is not told": (
+    "a load's end is not told": Plant(
         WorkerSide,
         "finished_loads",
         lambda self: set(),
         "test_an_engine_loads_what_another_computed",
         NEVER,
     ),
-    "what was stored is taken to be there for ever": (
+    "what was stored is taken to be there for ever": Plant(
         SaveBook,
         "forget",
         nothing,
         "test_what_was_lost_is_stored_again",
         "0 instead of 40",
     ),
-    "a hook raises": (
+    "a hook raises": Plant(
         SchedulerSide,
         "absorb",
         raises,
@@ -120,18 +111,4 @@ PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str, str]] = {
 
 @pytest.mark.parametrize("name", PLANTED, ids=lambda name: name.replace(" ", "-"))
 def test_a_planted_defect_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, attribute, instead, test, says = PLANTED[name]
-    monkeypatch.setattr(owner, attribute, instead)
-    found = []
-    for number, (steps, seconds) in enumerate(PATIENCE):
-        monkeypatch.setattr(fake_engine, "MAX_STEPS", steps)
-        monkeypatch.setattr(connector_contract, "RECOVERY_S", seconds)
-        monkeypatch.setattr(expectations, "WAIT_S", seconds)
-        monkeypatch.setattr(holdings, "WAIT_S", seconds)
-        home = tmp_path / str(number)
-        home.mkdir()
-        with ExitStack() as stack:
-            found.append(failure(ConnectorContract, test, fleet=SideFleet(home, stack, chunk_blocks=1)))
-        if re.search(says, found[-1]):
-            return
-    pytest.fail(f"{test} says {found}")
+    demand(PLANTED[name], directory=tmp_path, monkeypatch=monkeypatch)

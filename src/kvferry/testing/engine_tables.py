@@ -155,6 +155,8 @@ class Tables:
     def forward(self, rank: int, request: FakeRequest, *, end: int) -> None:
         """Read what the computed tokens left, then write what the tokens up to ``end`` leave."""
         start = request.num_computed_tokens
+        if self._memories[rank][:, self._null].any():
+            raise BrokenError("something was copied into the null block")
         for at, group in self._groups:
             table, size = request.tables[at], group.block_tokens
             for index in range(_skipped(group, start), -(-start // size) if start else 0):
@@ -167,8 +169,6 @@ class Tables:
             for index in range(start // size, end // size):
                 if table[index] != self._null:
                     self._write(rank, request, at, index)
-        if any(memory[:, self._null].any() for memory in self._memories):
-            raise BrokenError("something was copied into the null block")
 
     def _check(self, rank: int, request: FakeRequest, at: int, index: int, *, tokens: int = 0) -> None:
         block = request.tables[at][index]
