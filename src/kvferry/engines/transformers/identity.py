@@ -110,7 +110,8 @@ def measure_layout(model: Any, *, chunk_tokens: int | None) -> KvLayout:
     if len(kinds) != 1:
         raise MisconfiguredError(f"the model's layers keep KV as {kinds}: one type on one device is needed")
     dtype, device = kinds.pop()
-    chunk_tokens = chunk_tokens or _default_chunk(forms, dtype, device)
+    if chunk_tokens is None:
+        chunk_tokens = _default_chunk(forms, dtype, device)
     return plan_layout(forms, dtype=dtype, device=device, chunk_tokens=chunk_tokens)
 
 

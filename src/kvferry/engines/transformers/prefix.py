@@ -240,6 +240,8 @@ class PrefixCache:
         """Whether the tokens do not name the KV of this prompt."""
         if self._model.training:
             return self._refuse("training mode", "the model is in training mode: call model.eval()")
+        if torch.is_autocast_enabled(self._layout.device.type):
+            return self._refuse("autocast", "under autocast prompts are computed")
         if stamp(self._model) != self._stamp:
             return self._refuse(
                 "changed weights", "the model's weights have changed since: make a new PrefixCache"
@@ -264,7 +266,10 @@ class PrefixCache:
 
 def _token_ids(input_ids: Any) -> list[int]:
     """Of one sequence: a tensor or list, [tokens] or [1, tokens]."""
-    tensor = torch.as_tensor(input_ids)
+    try:
+        tensor = torch.as_tensor(input_ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RefusedError(f"token ids must be one sequence of integers: {error}") from error
     if tensor.dim() == 2 and tensor.shape[0] != 1:
         raise RefusedError(
             f"{tensor.shape[0]} sequences: give one; for several with one prefix, load that and call "

@@ -80,7 +80,7 @@ def _check(layer: Any, form: LayerForm, layout: KvLayout) -> None:
     if shape != wanted or {keys.dtype, values.dtype} != {layout.dtype}:
         raise RefusedError(
             f"layer {form.index} of the cache holds {shape} of {keys.dtype}, this model makes {wanted} of "
-            f"{layout.dtype}: another model's cache, or one computed under autocast"
+            f"{layout.dtype}: another model's cache"
         )
 
 
