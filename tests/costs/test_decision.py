@@ -17,7 +17,8 @@ from kvferry.costs import (
     TierRun,
     decide,
 )
-from kvferry.costs.decision import DEADLINE_CAP_S, PROBE_CHUNKS, STALL_SHARE
+from kvferry.costs.decision import DEADLINE_CAP_S, STALL_SHARE
+from kvferry.costs.lengths import PROBE_CHUNKS
 
 MIB = 1 << 20
 PREFILL = PrefillModel(0.01, 1e-3, 1e-8)

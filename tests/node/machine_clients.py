@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from tests.node.machine_model import Asked, Loading, Model
+from tests.node.machine_held import Asked, Loading
+from tests.node.machine_model import Model
 from tests.node.machine_tier import Probe
-from tests.node.machine_world import CHECKSUMS, CONTENT, part_bytes
+from tests.node.machine_world import CHECKSUMS, CONTENT, Peer, part_bytes
 
 from kvferry.identity.names import PartKey
 from kvferry.identity.stripes import part_checksums
@@ -19,6 +20,7 @@ from kvferry.node.wire import (
     Filled,
     Join,
     Lookup,
+    Match,
     Message,
     Ping,
     Prefill,
@@ -49,13 +51,7 @@ class Clients(Model):
     ) -> Probe | None:
         """Look a prefix up. Returns what the tier is asked for it."""
         peer, wanted = self.peer(Role.SCHEDULER, who), chunks[first:]
-        self.tickets += 1
-        catalogue = self.world.state.catalogue
-        memory = catalogue.run(space.namespace, wanted)
-        absent = [at for at, chunk in enumerate(wanted) if not catalogue.run(space.namespace, [chunk])]
-        probes = list(self.tier.probes) if self.tier is not None else []
-        asked = Asked(peer, space, wanted, first, self.clock.now + wait_s, memory, absent)
-        self.asked[peer, self.tickets] = asked
+        asked, probes = self._asked(peer, space, wanted, first=first, wait_s=wait_s)
         assert self.world.say(
             peer,
             Lookup(
@@ -70,8 +66,38 @@ class Clients(Model):
                 deadline_cap_s=cap_s,
             ),
         )
+        return self._its_probe(asked, probes)
+
+    def match(
+        self, who: int, space: Namespace, chunks: Sequence[bytes], *, wait_s: float = 1.0
+    ) -> Probe | None:
+        """Ask what could be loaded. Returns what the tier is asked for it."""
+        peer = self.peer(Role.SCHEDULER, who)
+        asked, probes = self._asked(peer, space, chunks, first=0, wait_s=wait_s)
+        message = Match(
+            ticket=self.tickets, namespace=space.namespace, chunks=b"".join(chunks), max_wait_s=wait_s
+        )
+        assert self.world.say(peer, message)
+        return self._its_probe(asked, probes)
+
+    def _asked(
+        self, peer: Peer, space: Namespace, wanted: Sequence[bytes], *, first: int, wait_s: float
+    ) -> tuple[Asked, list[Probe]]:
+        """A question that is about to be asked, and what the tier has been asked before."""
+        self.tickets += 1
+        memory = {
+            (at, part)
+            for at, chunk in enumerate(wanted)
+            for part in space.parts
+            if self.world.visible(PartKey(space.namespace, chunk, part)) is not None
+        }
+        asked = Asked(peer, space, wanted, first, self.clock.now + wait_s, memory)
+        self.asked[peer, self.tickets] = asked
+        return asked, list(self.tier.probes) if self.tier is not None else []
+
+    def _its_probe(self, asked: Asked, before: Sequence[Probe]) -> Probe | None:
         if self.tier is not None:
-            asked.probe = next((probe for probe in self.tier.probes if probe not in probes), None)
+            asked.probe = next((probe for probe in self.tier.probes if probe not in before), None)
         return asked.probe
 
     def end(self, loading: Loading) -> None:

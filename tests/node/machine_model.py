@@ -3,9 +3,9 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from tests.node.machine_tier import Probe, ScriptedTier
+from tests.node.machine_held import Asked, Loading, Writing
+from tests.node.machine_tier import ScriptedTier
 from tests.node.machine_world import CHECKSUMS, CONTENT, KEYS, POOL_BYTES, SPACES, Clock, Peer, World
 
 from kvferry.identity.names import PartKey
@@ -21,6 +21,7 @@ from kvferry.node.wire import (
     Attached,
     FromNode,
     LoadEnded,
+    Matched,
     PartsReady,
     Place,
     Reason,
@@ -30,63 +31,10 @@ from kvferry.node.wire import (
     Tier,
 )
 from kvferry.observe.metrics import METRICS, Kind
-from kvferry.tiers.contract import Outcome
 
 NO_MISS = {Reason.ENDED, Reason.COMPLETE, Reason.EXPIRED, Reason.EPOCH}  # that need no counter of failures
-NO_FAILURE = {Reason.ABSENT, Reason.EVICTED, Reason.CHEAPER}  # for which an answer is short
-
-
-@dataclass(eq=False)
-class Asked:
-    """A lookup without an answer.
-
-    memory: how many of the first chunks the pool held when it came. absent: positions of those it did not.
-    """
-
-    peer: Peer
-    space: Namespace
-    wanted: Sequence[bytes]
-    first_chunk: int
-    bound: float
-    memory: int
-    absent: Sequence[int]
-    probe: Probe | None = None
-
-
-@dataclass(eq=False)
-class Loading:
-    """A load that runs.
-
-    places: given to some worker, and nobody has said that they are copied. joined: who listens for which
-    part, and the first chunk that it was told will not come. end: how many of its chunks come, as far as
-    the node knows.
-    """
-
-    load_id: int
-    peer: Peer
-    space: Namespace
-    chunks: Sequence[bytes]
-    first_chunk: int
-    deadline: float
-    places: dict[tuple[int, int], Place] = field(default_factory=dict[tuple[int, int], Place])
-    given: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
-    end: int = 0
-    joined: dict[tuple[Peer, int], int] = field(default_factory=dict[tuple[Peer, int], int])
-
-    def key(self, chunk: int, part: int) -> PartKey:
-        """The name of a place."""
-        return PartKey(self.space.namespace, self.chunks[chunk - self.first_chunk], part)
-
-
-@dataclass(eq=False)
-class Writing:
-    """A slot that an engine may write to, until it says that it is done, or ``until`` has come."""
-
-    peer: Peer
-    key: PartKey
-    view: memoryview
-    expires: float
-    until: float = math.inf
+MISSES = {Reason.ABSENT, Reason.EVICTED}
+NO_FAILURE = {*MISSES, Reason.CHEAPER}  # for which an answer is short
 
 
 class Model:
@@ -176,6 +124,8 @@ class Model:
         match message:
             case Answer():
                 self._answered(self.asked.pop((peer, message.ticket)), message)
+            case Matched():
+                self._matched(self.asked.pop((peer, message.ticket)), message)
             case PartsReady(load_id=load_id, places=places):
                 for place in places if load_id in self.loads else ():
                     assert (peer, place.part) in self.loads[load_id].joined
@@ -194,37 +144,28 @@ class Model:
 
     def _given(self, loading: Loading, place: Place) -> None:
         at = (place.chunk, place.part)
+        assert at in loading.needed
         assert split_checksums(place.checksums) == CHECKSUMS[loading.key(*at)]
         loading.given.add(at)
         loading.places[at] = place
 
     def _answered(self, asked: Asked, answer: Answer) -> None:
         """Who is told what, and whether it was rightly counted as a miss."""
-        wanted, probe = asked.wanted, asked.probe
-        available, missing = len(wanted), answer.reason is not Reason.LIMIT
-        if probe is None:
-            available = asked.memory
-        elif probe.answered is None:
+        wanted = asked.wanted
+        available, missing = asked.available()
+        if asked.probe is not None and asked.probe.answered is None:
             assert self.clock.now >= asked.bound
             self.is_counted(Reason.DEADLINE)
-            available, missing = asked.memory, False
-        else:
-            parts = len(asked.space.parts)
-            probed = len(probe.refs) // parts
-            if probed < len(asked.absent):
-                available, missing = asked.absent[probed], False  # the limit left it out
-            for at, position in enumerate(asked.absent[:probed]):
-                ends = set(probe.answered[at * parts : (at + 1) * parts])
-                if ends != {Outcome.OK}:
-                    available, missing = position, ends <= {Outcome.OK, Outcome.MISS}
-                    break
+        if asked.probe is None and answer.reason is Reason.LIMIT:
+            available, missing = 0, False  # more was asked for than the node keeps track of
         self.missed += len(wanted) - available if missing else 0
         assert answer.count <= available
+        assert answer.count == available or answer.reason not in (Reason.COMPLETE, *MISSES)
         assert (answer.epoch, answer.first_chunk) == (self.epoch, asked.first_chunk)
         assert len(answer.tiers) == answer.count
         if answer.count < len(wanted):
             assert answer.reason is not Reason.COMPLETE
-            assert missing or answer.reason not in (Reason.ABSENT, Reason.EVICTED)
+            assert missing or answer.reason not in MISSES
             if answer.reason not in NO_FAILURE:
                 cause = answer.reason.value
                 assert self._failures().get(cause, 0) > self.failures.get(cause, 0), f"nothing counts {cause}"
@@ -243,16 +184,38 @@ class Model:
         )
         for place in answer.ready:
             self._given(loading, place)
-        for at, tier in enumerate(answer.tiers, asked.first_chunk):
-            whole = {(at, part) for part in asked.space.parts} <= loading.given
-            assert whole or tier == Tier.VALKEY or self._wants_more_than_its_share(asked.peer) or self.tight
+        for at, tier in enumerate(answer.tiers):
+            parts = {(chunk, part) for chunk, part in loading.needed if chunk == asked.first_chunk + at}
+            whole = bool(parts) and parts <= loading.given
+            needless = not parts and tier == answer.tiers[at + 1]  # IndexError: the last chunk is needed
+            assert (
+                whole
+                or needless
+                or tier == Tier.VALKEY
+                or self._wants_more_than_its_share(asked.peer)
+                or self.tight
+            )
+
+    def _matched(self, asked: Asked, answer: Matched) -> None:
+        """Exactly what a lookup could load at most."""
+        available, missing = asked.available()
+        if asked.probe is None and answer.reason is Reason.LIMIT:
+            available, missing = 0, False
+        assert answer.count == available
+        assert (answer.reason is Reason.COMPLETE) == (available == len(asked.wanted))
+        assert answer.reason is Reason.COMPLETE or missing == (answer.reason in MISSES)
 
     def _wants_more_than_its_share(self, peer: Peer) -> bool:
         """Whether what its loads and lookups want together is more than one connection may hold."""
         wanted = [(loading.space, loading.chunks) for loading in self.loads.values() if loading.peer is peer]
         wanted += [(asked.space, asked.wanted) for asked in self.asked.values() if asked.peer is peer]
-        parts = {ref for space, chunks in wanted for ref in space.refs(chunks)}
-        return sum(ref.nbytes for ref in parts) > POOL_BYTES // SHARE_DIVISOR
+        parts = {
+            (space.namespace, chunk, part, space.part_bytes[part])
+            for space, chunks in wanted
+            for chunk in chunks
+            for part in space.parts
+        }
+        return sum(nbytes for *_, nbytes in parts) > POOL_BYTES // SHARE_DIVISOR
 
     def reserved(self, peer: Peer, keys: Sequence[PartKey]) -> None:
         """Take the answer to a reservation out of the inbox."""
@@ -333,11 +296,13 @@ class Model:
     def _is_told(self, loading: Loading) -> None:
         """Everyone who listens knows where the load ends, and past its deadline has all that is before it."""
         end = loading.first_chunk + self.world.app.loads._loads[loading.load_id].load.end
+        if loading.space.trailing:
+            assert end in (loading.first_chunk, loading.first_chunk + len(loading.chunks)), "no boundary"
         for (_, part), told in loading.joined.items():
             assert told == end, f"the load ends at {end}, a worker was told {told}"
-            before = range(loading.first_chunk, end)
+            before = {at for at in loading.needed if at[0] < end and at[1] == part}
             late = self.clock.now >= loading.deadline
-            assert not late or all((chunk, part) in loading.given for chunk in before), "a load without end"
+            assert not late or before <= loading.given, "a load without end"
 
     def _failures(self) -> dict[str, int]:
         """What is counted of failures, by cause."""
@@ -423,5 +388,5 @@ class Model:
 
 
 def space_of(which: int) -> Namespace:
-    """One of the namespaces, the first one more often."""
-    return SPACES[which % 3 % len(SPACES)]
+    """One of the namespaces, the first ones more often."""
+    return SPACES[which % 5 % len(SPACES)]

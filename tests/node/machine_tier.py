@@ -149,11 +149,12 @@ class ScriptedTier:
         return not (self.probes or self.fetches or self.stores)
 
     def answer(self, probe: Probe, odd: Outcome | None, odd_at: int) -> None:
-        """Truthfully, but for the part at ``odd_at``, if any is to be."""
+        """Truthfully, but for the part at ``odd_at``, if any is to be, as often as it was asked for."""
         self.probes.remove(probe)
         outcomes = [Outcome.OK if ref.key in self.values else Outcome.MISS for ref in probe.refs]
         if odd is not None and outcomes:
-            outcomes[odd_at % len(outcomes)] = odd
+            named = probe.refs[odd_at % len(outcomes)]
+            outcomes = [odd if ref == named else seen for ref, seen in zip(probe.refs, outcomes, strict=True)]
         probe.answered = outcomes
         probe.done(outcomes)
 

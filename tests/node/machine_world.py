@@ -26,7 +26,11 @@ READER = 3  # an owner that nothing in the node uses
 
 WIDE = Namespace(b"test" + b"w" * 12, (PAGE_BYTES - 5, 0, 2 * PAGE_BYTES), 16, "test", "two parts")
 ODD = Namespace(b"test" + b"o" * 12, (3 * PAGE_BYTES - 7,), 16, "test", "one part")
-SPACES = (WIDE, ODD)
+STATE = 2  # the number of a part
+HYBRID = Namespace(
+    b"test" + b"h" * 12, (PAGE_BYTES, 2 * PAGE_BYTES - 9, PAGE_BYTES), 16, "test", "hybrid", (0, 2, 1)
+)
+SPACES = (WIDE, HYBRID, ODD)
 
 DIGESTS = [bytes([index]) * 32 for index in range(10)]
 PROMPTS = (DIGESTS[:6], [*DIGESTS[:2], *DIGESTS[6:9]], [DIGESTS[9]], [*DIGESTS[:2], *DIGESTS[:2]])
@@ -132,6 +136,7 @@ class World:
                         chunk_tokens=space.chunk_tokens,
                         domain=space.domain,
                         label=space.label,
+                        trailing=space.trailing,
                     ),
                 )
         return peer

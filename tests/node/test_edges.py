@@ -28,7 +28,7 @@ from kvferry.client.worker import WorkerClient
 from kvferry.errors import RefusedError
 from kvferry.identity.names import PartKey
 from kvferry.identity.stripes import part_checksums
-from kvferry.node import lookups, saves
+from kvferry.node import saves, search
 from kvferry.node.loop import Loop
 from kvferry.node.node import Node
 from kvferry.secret import Secret
@@ -47,7 +47,7 @@ def _second_rank(node: Node, stack: ExitStack, namespace: NamespaceInfo = NAMESP
 def test_chunks_past_the_probe_limit_do_not_count_as_found(
     node: Node, engine: Engine, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookups, "MAX_PROBED_PARTS", 3)
+    monkeypatch.setattr(search, "MAX_PROBED_PARTS", 3)
     chunks = digests(5)
     fill_tier(tier, chunks)
     answer = engine.lookup(chunks)

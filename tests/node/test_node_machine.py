@@ -11,14 +11,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.node.machine_clients import Clients, nonsense
-from tests.node.machine_model import Loading, space_of
+from tests.node.machine_held import Loading
+from tests.node.machine_model import space_of
 from tests.node.machine_tier import Value
-from tests.node.machine_world import CHECKSUMS, CONTENT, DIGESTS, KEYS, PROMPTS
+from tests.node.machine_world import CHECKSUMS, CONTENT, DIGESTS, HYBRID, KEYS, PROMPTS, STATE
 from tests.runs import runs
 
 from kvferry.identity.names import PartKey
 from kvferry.node import loading as node_loading
-from kvferry.node import lookups, loop, recency, saves, state, writeback
+from kvferry.node import lookups, loop, recency, saves, search, state, writeback
 from kvferry.node.wire import Copied, Corrupt, DropQuery, EndLoad, Join, Role
 from kvferry.tiers.contract import Outcome
 
@@ -50,7 +51,12 @@ class NodeMachine(RuleBasedStateMachine):
     def another_host_stored(self, hole: int) -> None:
         """The tier holds two prompts, but for one chunk."""
         for key in KEYS:
-            if self.model.tier is not None and key.chunk not in (DIGESTS[hole], *PROMPTS[2]):
+            odd_state = key.namespace == HYBRID.namespace and key.part == STATE and (key.chunk[0] + hole) % 2
+            if (
+                self.model.tier is not None
+                and key.chunk not in (DIGESTS[hole], *PROMPTS[2])
+                and not odd_state
+            ):
                 self.model.tier.values[key] = Value(key, CONTENT[key], CHECKSUMS[key])
 
     def loading(self, number: int) -> Loading:
@@ -155,14 +161,19 @@ class NodeMachine(RuleBasedStateMachine):
         """Of one namespace and part of what was reserved."""
         self.model.finish(who, self.model.owned(who)[:most], kept=kept)
 
+    @rule(who=which, space=which, prompt=prompts, chunks=chunk_counts, sparse=st.booleans())
+    def save(self, who: int, space: int, prompt: int, chunks: int, sparse: bool) -> None:
+        """Store a prefix, as far as slots are given. sparse: only what its own end needs."""
+        wanted, spot = PROMPTS[prompt][:chunks], space_of(space)
+        for part in spot.parts:
+            first = max(0, len(wanted) - spot.trailing_of(part)) if sparse and spot.trailing_of(part) else 0
+            keys = self.model.reserve(who, spot, part, prefix=wanted[:first], wanted=wanted[first:])
+            self.model.finish(who, keys, kept=True)
+
     @rule(who=which, space=which, prompt=prompts, chunks=chunk_counts)
-    def save(self, who: int, space: int, prompt: int, chunks: int) -> None:
-        """Store a prefix, all its parts, as far as slots are given."""
-        for part in space_of(space).parts:
-            wanted = PROMPTS[prompt][:chunks]
-            self.model.finish(
-                who, self.model.reserve(who, space_of(space), part, prefix=(), wanted=wanted), kept=True
-            )
+    def match(self, who: int, space: int, prompt: int, chunks: int) -> None:
+        """Ask what could be loaded, and load nothing."""
+        self.model.match(who, space_of(space), PROMPTS[prompt][:chunks])
 
     # ---- the tier
 
@@ -311,10 +322,10 @@ class TightNodeMachine(NodeMachine):
 
     tight = True
     bounds: tuple[tuple[ModuleType, str, int], ...] = (
-        (lookups, "MAX_PENDING_PER_CONNECTION", 2),
+        (search, "MAX_PENDING_PER_CONNECTION", 2),
         (lookups, "MAX_LOADS_PER_CONNECTION", 2),
         (lookups, "MAX_LOADS", 4),
-        (lookups, "MAX_PROBED_PARTS", 6),
+        (search, "MAX_PROBED_PARTS", 6),
         (node_loading, "MAX_BATCH", 2),
         (node_loading, "MAX_TOUCHED", 1),
         (loop, "MAX_POSTED_PER_TURN", 2),

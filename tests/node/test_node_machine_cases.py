@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 from tests.node.machine_clients import Clients
-from tests.node.machine_model import Loading
+from tests.node.machine_held import Loading
 from tests.node.machine_tier import Value
 from tests.node.machine_world import CHECKSUMS, CONTENT, DIGESTS, KEYS, ODD, WIDE
 
-from kvferry.node import lookups
+from kvferry.node import search
 from kvferry.node.saves import RESERVATION_LEASE_S
 from kvferry.node.state import Namespace
 from kvferry.node.wire import Answer, Corrupt, Reason, Role
@@ -112,7 +112,7 @@ def test_a_slot_that_is_asked_for_again_while_it_is_overdue_is_declined_and_coun
 def test_a_prefix_longer_than_a_lookup_may_ask_for_is_a_limit_and_no_miss(
     model: Clients, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookups, "MAX_PROBED_PARTS", 4)
+    monkeypatch.setattr(search, "MAX_PROBED_PARTS", 4)
     assert model.tier is not None
     probe = model.ask(0, WIDE, DIGESTS[:6])
     assert probe is not None

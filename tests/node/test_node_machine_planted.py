@@ -9,12 +9,12 @@ from tests.node.test_node_machine import STEPS, NodeMachine
 from tests.planted import must_find
 
 from kvferry.identity.names import PartKey
-from kvferry.node import lookups, saves
+from kvferry.node import saves, search
 from kvferry.node.fetches import FetchTable
 from kvferry.node.loading import Loads
 from kvferry.node.loads import LeftOver, Load
-from kvferry.node.lookups import Lookups
 from kvferry.node.saves import Saves
+from kvferry.node.search import Searches
 from kvferry.node.state import FETCHER, WRITER
 from kvferry.node.wire import Reason
 from kvferry.pool.catalogue import Catalogue
@@ -96,12 +96,12 @@ def tell_nobody_where_a_load_ends(patch: pytest.MonkeyPatch) -> None:
 def count_a_failure_as_a_miss(patch: pytest.MonkeyPatch) -> None:
     """A tier that is down has nothing, they say."""
     for outcome in (Outcome.REFUSED, Outcome.FAILED, Outcome.LATE):
-        patch.setitem(lookups._UNKNOWN, outcome, Reason.ABSENT)
+        patch.setitem(search._UNKNOWN, outcome, None)
 
 
 def let_a_lookup_wait_for_the_tier(patch: pytest.MonkeyPatch) -> None:
     """Its bounded wait ends, and nothing happens."""
-    patch.setattr(Lookups, "_probe_late", lambda self, lookup: None)
+    patch.setattr(Searches, "_late", lambda self, search: None)
 
 
 def let_a_load_wait_for_the_tier(patch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from tests.node.fleet import (
 
 from kvferry.client.messages import LoadEnd, Reason, ReserveOutcome
 from kvferry.identity.names import PartKey
-from kvferry.node import lookups
+from kvferry.node import lookups, search
 from kvferry.node.estimate import Estimator
 from kvferry.node.ledger import stored_bytes
 from kvferry.node.node import Node
@@ -329,7 +329,7 @@ def test_an_engine_that_reserves_and_stops_holds_its_share_and_no_more(
 def test_lookups_beyond_the_bounds_are_refused_as_such_and_never_as_absent(
     node: Node, engine: Engine, tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookups, "MAX_PENDING_CHUNKS_PER_CONNECTION", 10)
+    monkeypatch.setattr(search, "MAX_PENDING_CHUNKS_PER_CONNECTION", 10)
     tier.hold()
     before = node.statistics().counters.missed_chunks
     answer = engine.lookup(digests(11), "too many")

@@ -1,5 +1,7 @@
 """Names and sizes the pool's tests share."""
 
+from collections.abc import Sequence
+
 from kvferry.identity.names import PartKey
 from kvferry.pool.catalogue import Catalogue
 from kvferry.pool.entries import Declined, DeclineReason, Reserved, Slot
@@ -52,3 +54,8 @@ def put(made: Catalogue, prompt: int, indexes: range, *, nbytes: int = MIB, owne
         if isinstance(answer, Reserved):
             made.commit(key(prompt, index), owner, (b"c" * 16,))
     made.refresh(SPACE, prefix)
+
+
+def run(made: Catalogue, space: bytes, wanted: Sequence[bytes]) -> int:
+    """How many of the first chunks have all their parts."""
+    return next((gap.position for gap in made.gaps(space, wanted)), len(wanted))

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from tests.pool.model import MIB, OTHER, SPACE, catalogue, chunks, declined, key, put, reserved
+from tests.pool.model import MIB, OTHER, SPACE, catalogue, chunks, declined, key, put, reserved, run
 
 from kvferry.errors import BrokenError, MisconfiguredError, RefusedError
 from kvferry.identity.names import PartKey
@@ -18,10 +18,12 @@ SUMS = (b"s" * 16, b"t" * 16)
 def test_registering_again_is_idempotent_and_differing_sizes_are_refused() -> None:
     made = catalogue(16 * MIB)
     made.register(SPACE, (MIB,), "default")
-    with pytest.raises(RefusedError, match="registered with parts"):
+    with pytest.raises(RefusedError, match="is registered with parts"):
         made.register(SPACE, (MIB, MIB), "default")
-    with pytest.raises(RefusedError, match="of domain 'default'"):
+    with pytest.raises(RefusedError, match="'default'"):
         made.register(SPACE, (MIB,), "other")
+    with pytest.raises(RefusedError, match="trailing"):
+        made.register(SPACE, (MIB,), "default", trailing=(1,))
     assert made.statistics().namespaces == 1
 
 
@@ -66,7 +68,7 @@ def test_a_reservation_must_name_a_registered_part_of_its_size(name: PartKey, nb
     assert made.statistics().used_bytes == 0
 
 
-@pytest.mark.parametrize("call", [Catalogue.run, Catalogue.touch, Catalogue.refresh])
+@pytest.mark.parametrize("call", [Catalogue.gaps, Catalogue.touch, Catalogue.refresh])
 def test_an_unknown_namespace_is_refused_not_missed(call: Callable[..., int]) -> None:
     with pytest.raises(RefusedError, match="attach"):
         call(catalogue(16 * MIB), OTHER, [])
@@ -79,11 +81,11 @@ def test_a_part_is_visible_from_its_commit_on_with_its_checksums() -> None:
     slot = reserved(made.reserve(key(1, 0), MIB, 7))
     assert made.state(key(1, 0)) is EntryState.FILLING
     assert made.pin(key(1, 0), 7) is None
-    assert made.run(SPACE, chunks(1, 1)) == 0
+    assert run(made, SPACE, chunks(1, 1)) == 0
     made.commit(key(1, 0), 7, SUMS)
     assert made.state(key(1, 0)) is EntryState.READY
     assert made.pin(key(1, 0), 8) == Slot(slot.offset, MIB, SUMS)
-    assert made.run(SPACE, chunks(1, 3)) == 1
+    assert run(made, SPACE, chunks(1, 3)) == 1
 
 
 def test_a_chunk_counts_only_with_all_its_parts() -> None:
@@ -93,11 +95,11 @@ def test_a_chunk_counts_only_with_all_its_parts() -> None:
             reserved(made.reserve(key(1, index, part), MIB, 1))
             if (index, part) != (1, 1):
                 made.commit(key(1, index, part), 1, ())
-    assert made.run(SPACE, chunks(1, 3)) == 1
+    assert run(made, SPACE, chunks(1, 3)) == 1
     made.commit(key(1, 1, 1), 1, ())
-    assert made.run(SPACE, chunks(1, 3)) == 3
+    assert run(made, SPACE, chunks(1, 3)) == 3
     made.unlink(key(1, 2, 0))
-    assert made.run(SPACE, chunks(1, 3)) == 2
+    assert run(made, SPACE, chunks(1, 3)) == 2
 
 
 def test_what_is_there_or_coming_is_not_stored_twice() -> None:

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.pool.model import MIB, OTHER, SPACE, catalogue, chunk, chunks, declined, key, put, reserved
+from tests.pool.model import MIB, OTHER, SPACE, catalogue, chunk, chunks, declined, key, put, reserved, run
 
 from kvferry.pool.catalogue import Catalogue
 from kvferry.pool.entries import DeclineReason, EntryState
@@ -25,11 +25,11 @@ def test_a_scan_of_one_time_prompts_cannot_flush_a_prefix_used_twice(scan: list[
         put(made, prompt, range(length))
         made.check()
     # What the scan holds at one time is at most 30 parts in flight, and the prefix leaves room for 20.
-    assert made.run(SPACE, chunks(0, prefix)) >= min(prefix, 70)
+    assert run(made, SPACE, chunks(0, prefix)) >= min(prefix, 70)
     long_scan = 3000
     for prompt in range(1000, 1000 + long_scan):
         put(made, prompt, range(1))
-    assert made.run(SPACE, chunks(0, prefix)) >= min(prefix, 70)
+    assert run(made, SPACE, chunks(0, prefix)) >= min(prefix, 70)
 
 
 def test_new_reuse_displaces_old_reuse() -> None:
@@ -39,8 +39,8 @@ def test_new_reuse_displaces_old_reuse() -> None:
     for prompt in range(1, 30):
         put(made, prompt, range(5))
         made.touch(SPACE, chunks(prompt, 5))
-    assert made.run(SPACE, chunks(0, 90)) == 0
-    assert all(made.run(SPACE, chunks(prompt, 5)) == 5 for prompt in range(15, 30))
+    assert run(made, SPACE, chunks(0, 90)) == 0
+    assert all(run(made, SPACE, chunks(prompt, 5)) == 5 for prompt in range(15, 30))
 
 
 @settings(max_examples=80, deadline=None)
@@ -64,7 +64,7 @@ def test_the_tail_of_a_prefix_leaves_before_its_head(steps: list[tuple[str, int,
         elif verb == "use":
             made.touch(SPACE, prefix)
         elif verb == "pin":
-            reach = made.run(SPACE, prefix)
+            reach = run(made, SPACE, prefix)
             made.touch(SPACE, prefix)
             for index in range(reach):  # heads first, as a load does
                 made.pin(key(prompt, index), 100 + prompt)
@@ -146,7 +146,7 @@ def test_storing_a_prefix_larger_than_the_pool_keeps_its_head() -> None:
             made.commit(key(1, index), 1, ())
         else:
             assert declined(answer) is DeclineReason.FULL
-    assert made.run(SPACE, chunks(1, 40)) == 16
+    assert run(made, SPACE, chunks(1, 40)) == 16
 
 
 def test_a_long_new_prompt_is_stored_even_where_all_else_is_protected() -> None:
@@ -154,7 +154,7 @@ def test_a_long_new_prompt_is_stored_even_where_all_else_is_protected() -> None:
     put(made, 0, range(36))
     made.touch(SPACE, chunks(0, 36))
     put(made, 1, range(30))
-    assert made.run(SPACE, chunks(1, 30)) == 30
+    assert run(made, SPACE, chunks(1, 30)) == 30
     assert held(made, 0, 36) == list(range(10))
 
 
@@ -191,7 +191,7 @@ def test_a_scan_of_another_size_cannot_flush_a_prefix_used_twice() -> None:
     for prompt in range(500):
         store_other(made, prompt)
     made.check()
-    assert made.run(SPACE, chunks(1, 128)) >= 128 - 16
+    assert run(made, SPACE, chunks(1, 128)) >= 128 - 16
 
 
 def test_a_size_without_any_slab_gets_one() -> None:
@@ -246,8 +246,8 @@ def test_asking_whether_a_prefix_is_there_keeps_none_of_it() -> None:
     put(made, 0, range(5))
     put(made, 1, range(5))
     for _ in range(20):
-        assert made.run(SPACE, chunks(0, 5)) == 5
+        assert run(made, SPACE, chunks(0, 5)) == 5
         assert made.state(key(0, 0)) is EntryState.READY
     put(made, 2, range(5))
-    assert made.run(SPACE, chunks(0, 5)) == 0
-    assert made.run(SPACE, chunks(1, 5)) == 5
+    assert run(made, SPACE, chunks(0, 5)) == 0
+    assert run(made, SPACE, chunks(1, 5)) == 5

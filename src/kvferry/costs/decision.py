@@ -1,11 +1,12 @@
 """Load or recompute: how many chunks of a found prefix to load, and how long to wait for them."""
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvferry.costs.lengths import Length, Lengths, Listed, Runs, TierRun
 from kvferry.costs.prefill import PrefillModel
-from kvferry.costs.rates import UNKNOWN_RATE, TierRate
+from kvferry.costs.rates import TierRate
 
 DEADLINE_MULTIPLE = 1.5  # of the prefill that a load saves; time in the queue comes on top
 DEADLINE_FLOOR_S = 0.25
@@ -13,7 +14,6 @@ DEADLINE_CAP_S = 10.0
 STALL_FLOOR_S = 0.25
 STALL_MULTIPLE = 8.0  # of the time one chunk should take
 STALL_SHARE = 0.2  # of the deadline: a load that saves seconds outlives a pause of the host
-PROBE_CHUNKS = 4
 
 
 class DecisionReason(enum.Enum):
@@ -27,15 +27,6 @@ class DecisionReason(enum.Enum):
     RECOMPUTE = "recompute"  # nothing; recomputing is faster
     RECOMPUTE_CAP = "recompute_cap"  # nothing; not even one chunk would be here before the cap
     NOTHING_FOUND = "nothing_found"
-
-
-@dataclass(frozen=True, slots=True)
-class TierRun:
-    """Consecutive chunks of a prefix that lie in one tier. chunk_bytes: all parts of one chunk."""
-
-    tier: str
-    chunks: int
-    chunk_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +44,8 @@ class Prospect:
 
     computed_tokens: what the engine has itself; the found chunks follow it. runs: the found chunks, in
     order; those past the prompt's end are of no use. queued_s: GPU seconds of work before this request;
-    a load is free while they last.
+    a load is free while they last. lengths: given, shortest first, where only some lengths are possible;
+    ``runs`` do not count then.
     """
 
     prompt_tokens: int
@@ -61,6 +53,7 @@ class Prospect:
     chunk_tokens: int
     runs: Sequence[TierRun]
     queued_s: float = 0.0
+    lengths: Sequence[Length] | None = None
 
     @property
     def wanted_tokens(self) -> int:
@@ -70,7 +63,12 @@ class Prospect:
     @property
     def useful_chunks(self) -> int:
         """How many of the found chunks hold tokens of the prompt."""
-        return min(sum(run.chunks for run in self.runs), -(-self.wanted_tokens // self.chunk_tokens))
+        return self.possible.longest(-(-self.wanted_tokens // self.chunk_tokens))
+
+    @property
+    def possible(self) -> Lengths:
+        """The lengths that a load of it may have."""
+        return Runs(self.runs) if self.lengths is None else Listed(self.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,93 +102,46 @@ def decide(
     no GPU time, so it is hidden behind queued work, and what it saves unblocks those behind it.
     """
     limits = limits if limits is not None else Limits()
-    found = prospect.useful_chunks
+    found, possible = prospect.useful_chunks, prospect.possible
     if found == 0:
         return _decision(
             prospect, 0, DecisionReason.NOTHING_FOUND, prefill=prefill, rates=rates, limits=limits
         )
-    fitting = _fitting(prospect.runs, found, rates=rates, within_s=limits.cap_s)
+    fitting = possible.fitting(found, rates, within_s=limits.cap_s)
     best, reason = fitting, DecisionReason.LOAD if fitting == found else DecisionReason.PARTIAL_CAP
     if fitting == 0:
         reason = DecisionReason.RECOMPUTE_CAP
-    elif _load_seconds(prospect.runs, fitting, rates) is None:
+    elif possible.seconds(fitting, rates) is None:
         reason = DecisionReason.UNMEASURED if fitting == found else reason
     elif prefill is not None:
-        best = _fastest(prospect, fitting, prefill, rates)
+        best = _fastest(prospect, fitting, prefill, rates, cap_s=limits.cap_s)
         if best < fitting:
             reason = DecisionReason.PARTIAL if best else DecisionReason.RECOMPUTE
-    if best < found and _probe_due(prospect.runs, best, rates):
-        best, reason = min(found, best + PROBE_CHUNKS), DecisionReason.PROBE
+    if best < found and (trial := possible.trial(best, found, rates)) is not None:
+        best, reason = trial, DecisionReason.PROBE
     return _decision(prospect, best, reason, prefill=prefill, rates=rates, limits=limits)
 
 
-def _fastest(prospect: Prospect, fitting: int, prefill: PrefillModel, rates: Mapping[str, TierRate]) -> int:
+def _fastest(
+    prospect: Prospect,
+    fitting: int,
+    prefill: PrefillModel,
+    rates: Mapping[str, TierRate],
+    *,
+    cap_s: float,
+) -> int:
     """Of the candidate lengths the one with the least time to the first token; the longest of equals."""
-    runs = prospect.runs
-    whole = prospect.wanted_tokens // prospect.chunk_tokens  # without a chunk that the prompt only begins
-    candidates = {
-        0,
-        fitting,
-        min(whole, fitting),
-        _fitting(runs, fitting, rates=rates, within_s=prospect.queued_s),
-    }
-    end = 0
-    for run in runs:
-        end += run.chunks
-        if end < fitting:
-            hidden = _load_seconds(runs, end, rates) or 0.0  # what other tiers bring in the same time
-            candidates |= {end, _fitting(runs, fitting, rates=rates, within_s=hidden)}
-    wanted = prospect.wanted_tokens
+    possible, wanted = prospect.possible, prospect.wanted_tokens
+    whole = wanted // prospect.chunk_tokens  # without a chunk that the prompt only begins
+    candidates = possible.candidates(fitting, rates, whole=whole, queued_s=prospect.queued_s, cap_s=cap_s)
 
     def seconds(chunks: int) -> tuple[float, int]:
         tokens = min(chunks * prospect.chunk_tokens, wanted)
         rest = prefill.seconds(wanted - tokens, prospect.computed_tokens + tokens)
-        load = _load_seconds(runs, chunks, rates) or 0.0
+        load = possible.seconds(chunks, rates) or 0.0
         return max(load, prospect.queued_s) + rest, -chunks
 
-    return min(candidates, key=seconds)
-
-
-def _fitting(runs: Sequence[TierRun], most: int, *, rates: Mapping[str, TierRate], within_s: float) -> int:
-    """How many chunks, up to ``most``, are predicted to be here in time. Longer loads never end sooner."""
-    if (_load_seconds(runs, most, rates) or 0.0) <= within_s:
-        return most
-    low, high = 0, most  # low fits, high does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        if (_load_seconds(runs, middle, rates) or 0.0) <= within_s:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def _load_seconds(runs: Sequence[TierRun], chunks: int, rates: Mapping[str, TierRate]) -> float | None:
-    """Time to load the first ``chunks``; tiers work side by side. None when no tier is known."""
-    wanted: dict[str, int] = {}
-    for run, taken in _taken(runs, chunks):
-        wanted[run.tier] = wanted.get(run.tier, 0) + taken * run.chunk_bytes
-    times = [rates.get(tier, UNKNOWN_RATE).seconds(nbytes) for tier, nbytes in wanted.items()]
-    known = [time for time in times if time is not None]
-    return max(known) if known else None
-
-
-def _taken(runs: Sequence[TierRun], chunks: int) -> Iterator[tuple[TierRun, int]]:
-    for run in runs:
-        taken = min(run.chunks, chunks)
-        if taken <= 0:
-            return
-        yield run, taken
-        chunks -= taken
-
-
-def _probe_due(runs: Sequence[TierRun], after: int, rates: Mapping[str, TierRate]) -> bool:
-    """Whether the tier of the first chunk that is not to be loaded deserves a trial."""
-    for run in runs:
-        if after < run.chunks:
-            return rates.get(run.tier, UNKNOWN_RATE).probe_due
-        after -= run.chunks
-    return False
+    return min(candidates | {0}, key=seconds)
 
 
 def _decision(
@@ -202,7 +153,7 @@ def _decision(
     rates: Mapping[str, TierRate],
     limits: Limits,
 ) -> Decision:
-    load_s = _load_seconds(prospect.runs, chunks, rates)
+    load_s = prospect.possible.seconds(chunks, rates)
     recompute_s = None
     deadline_s = limits.cap_s
     if prefill is not None:

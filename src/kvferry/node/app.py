@@ -174,11 +174,6 @@ class App:
             trailing=message.trailing if any(message.trailing) else (),
         )
         try:
-            if len(message.trailing) not in (0, len(message.part_bytes)):
-                raise RefusedError(
-                    f"trailing has {len(message.trailing)} numbers for {len(message.part_bytes)} parts: "
-                    "give one for each part, or none"
-                )
             self._check_domain(space)
             if len(spaces) >= MAX_NAMESPACES_PER_CONNECTION:
                 raise RefusedError(f"a connection has {MAX_NAMESPACES_PER_CONNECTION} namespaces at most")
@@ -189,7 +184,9 @@ class App:
                     f"tokens, {known.part_bytes} bytes per chunk and trailing {known.trailing}, not "
                     f"{space.chunk_tokens}, {space.part_bytes} and {space.trailing}"
                 )
-            self.state.catalogue.register(space.namespace, space.part_bytes, space.domain)
+            self.state.catalogue.register(
+                space.namespace, space.part_bytes, space.domain, trailing=space.trailing
+            )
         except RefusedError as refusal:
             connection.send(Attached(namespace=message.namespace, error=str(refusal)))
             return

@@ -6,16 +6,20 @@ from dataclasses import dataclass
 
 from kvferry.costs import (
     DecisionReason,
+    Length,
     Limits,
     PrefillModel,
     Prospect,
     TierRun,
     decide,
 )
+from kvferry.identity.boundaries import start_of
 from kvferry.node.state import Namespace, NodeState
 from kvferry.node.wire import Lookup, Tier
+from kvferry.pool.entries import Gap
 
 STALL_CAP_S = 5.0
+MAX_LENGTHS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,29 @@ class Estimator:
 
         tiers: where each available chunk lies, from ``asked.first_chunk`` on.
         """
+        runs = [
+            TierRun(tier.name.lower(), sum(1 for _ in run), space.chunk_bytes)
+            for tier, run in itertools.groupby(tiers)
+        ]
+        return self._verdict(asked, space, runs=runs)
+
+    def decide_among(
+        self, asked: Lookup, space: Namespace, *, gaps: Sequence[Gap], usable: bytearray
+    ) -> Verdict:
+        """The same, where only some boundaries are usable, and each needs other parts.
+
+        gaps: what memory lacks. usable: see ``reach.Reach``.
+        """
+        return self._verdict(asked, space, lengths=_lengths(space, gaps, usable))
+
+    def _verdict(
+        self,
+        asked: Lookup,
+        space: Namespace,
+        *,
+        runs: Sequence[TierRun] = (),
+        lengths: Sequence[Length] | None = None,
+    ) -> Verdict:
         now = self._state.loop.clock()
         fetching = self._state.fetch_rate
         cap_s = self._state.deadline_cap_s
@@ -51,11 +78,9 @@ class Estimator:
                 prompt_tokens=asked.prompt_tokens,
                 computed_tokens=asked.first_chunk * space.chunk_tokens,
                 chunk_tokens=space.chunk_tokens,
-                runs=[
-                    TierRun(tier.name.lower(), sum(1 for _ in run), space.chunk_bytes)
-                    for tier, run in itertools.groupby(tiers)
-                ],
+                runs=runs,
                 queued_s=asked.queued_s,
+                lengths=lengths,
             ),
             prefill=_prefill(asked),
             rates={"valkey": fetching.rate(now)},
@@ -79,3 +104,22 @@ def _prefill(asked: Lookup) -> PrefillModel | None:
     if not (model.base_s or model.per_token_s or model.per_token2_s):
         return None
     return PrefillModel(model.base_s, model.per_token_s, model.per_token2_s)
+
+
+def _lengths(space: Namespace, gaps: Sequence[Gap], usable: bytearray) -> list[Length]:
+    """The usable boundaries, the longest of each of ``MAX_LENGTHS`` stretches, and what Valkey must bring."""
+    chunks = usable.rfind(1)
+    absent: dict[int, list[int]] = {}  # by trailing number, bytes by position
+    for gap in gaps:
+        for part in gap.parts if gap.position < chunks else ():
+            row = absent.setdefault(space.trailing_of(part), [0] * chunks)
+            row[gap.position] += space.part_bytes[part]
+    sums = {number: [0, *itertools.accumulate(row)] for number, row in absent.items()}
+    step = -(-chunks // MAX_LENGTHS) or 1
+    ends = {usable.rfind(1, 0, last + 1) for last in range(chunks, 0, -step)}
+    name = Tier.VALKEY.name.lower()
+    return [
+        Length(end, {name: nbytes} if nbytes else {})
+        for end in sorted(ends - {0})
+        for nbytes in [sum(row[end] - row[start_of(number, end)] for number, row in sums.items())]
+    ]

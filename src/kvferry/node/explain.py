@@ -29,6 +29,8 @@ class Record:
     reused_chunks: dict[str, int] = field(default_factory=dict[str, int])
     reused_bytes: dict[str, int] = field(default_factory=dict[str, int])
     first_missing_chunk: int | None = None
+    missing_part: int | None = None  # a part number; why the boundary is not a later one
+    missing_trailing: int | None = None  # 0: it is needed of every chunk; n: of the last n before a boundary
     reason: str = ""
     lookup_s: float = 0.0
     load_estimate_s: float = 0.0  # 0 while unknown

@@ -10,9 +10,18 @@ from kvferry.node.loads import At, Load
 from kvferry.node.loop import Timer
 from kvferry.node.server import Connection
 from kvferry.node.state import Namespace
-from kvferry.node.wire import Place
+from kvferry.node.wire import Place, Reason
 from kvferry.pool.entries import Owner, Slot
-from kvferry.tiers.contract import Transfer
+from kvferry.tiers.contract import Outcome, Transfer
+
+REASONS = {
+    Outcome.MISS: Reason.GONE,
+    Outcome.CORRUPT: Reason.CORRUPT,
+    Outcome.REFUSED: Reason.TIER_DOWN,
+    Outcome.LATE: Reason.DEADLINE,
+    Outcome.FAILED: Reason.FAILED,
+    Outcome.OVER_QUOTA: Reason.LIMIT,
+}
 
 
 class RunningBatch(NamedTuple):

@@ -3,12 +3,13 @@
 import secrets
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 
 from kvferry.costs import TransferTicket
 from kvferry.errors import BrokenError, RefusedError
 from kvferry.identity.names import PartKey, PartRef
 from kvferry.node.fetches import Batch, FetchTable, Waiter
-from kvferry.node.live import LiveLoad, RunningBatch
+from kvferry.node.live import REASONS, LiveLoad, RunningBatch
 from kvferry.node.loads import At, LeftOver, Load, PartState
 from kvferry.node.server import Connection
 from kvferry.node.state import FETCHER, Namespace, NodeState
@@ -21,15 +22,6 @@ MAX_LOADS = 4096
 LEASE_GRACE_S = 60.0  # after its deadline, a load that nobody ended is reclaimed
 WINDOW_DIVISOR = 2  # one load may hold this fraction of the pool while it streams
 MAX_TOUCHED = 2048  # chunks whose recency in the tier one load renews
-
-_REASONS = {
-    Outcome.MISS: Reason.GONE,
-    Outcome.CORRUPT: Reason.CORRUPT,
-    Outcome.REFUSED: Reason.TIER_DOWN,
-    Outcome.LATE: Reason.DEADLINE,
-    Outcome.FAILED: Reason.FAILED,
-    Outcome.OVER_QUOTA: Reason.LIMIT,
-}
 
 
 class Loads:
@@ -82,7 +74,9 @@ class Loads:
             connection=connection,
             space=space,
             owner=owner,
-            load=Load(chunks=chunks, part_bytes=space.part_bytes, window_bytes=window),
+            load=Load(
+                chunks=chunks, part_bytes=space.part_bytes, window_bytes=window, trailing=space.trailing
+            ),
             first_chunk=first_chunk,
             started=now,
             deadline=now + deadline_s,
@@ -282,7 +276,7 @@ class Loads:
         if batch.unfinished == 0:
             self._learn(batch, self._transfers.pop(batch.number).timing)
         self._room_changed = True
-        reason = _REASONS.get(result.outcome, Reason.GONE)  # OK and gone: unlinked while it was on its way
+        reason = REASONS.get(result.outcome, Reason.GONE)  # OK and gone: unlinked while it was on its way
         as_asked = result.outcome is Outcome.LATE and batch.cancelled
         counted = result.outcome is not Outcome.OK and not as_asked
         if counted:
@@ -328,8 +322,8 @@ class Loads:
         """Parts came in as they arrived: renew the prefix's recency, here and in the tier, head last."""
         self._state.catalogue.refresh(live.space.namespace, live.load.chunks)
         if self._state.tier is not None and live.load.end:
-            chunks = live.load.chunks[: min(live.load.end, MAX_TOUCHED)]
-            self._state.tier.touch(live.space.refs(chunks))
+            refs = live.space.refs(live.load.chunks[: live.load.end])
+            self._state.tier.touch(list(islice(refs, MAX_TOUCHED * len(live.space.parts))))
 
     def _fail(self, live: LiveLoad, position: int, reason: Reason) -> None:
         """Count why a load ends early, where nothing else has, and cut it there."""

@@ -14,6 +14,7 @@ import enum
 from typing import NamedTuple
 
 from kvferry.errors import BrokenError
+from kvferry.identity.boundaries import start_of
 from kvferry.node.wire import Reason
 
 
@@ -41,9 +42,20 @@ class LeftOver(NamedTuple):
 
 
 class Load:
-    """chunks: digests in order. part_bytes: by part number, 0 where there is none. window_bytes: above."""
+    """chunks: digests in order. part_bytes: by part number, 0 where there is none. window_bytes: above.
 
-    def __init__(self, *, chunks: tuple[bytes, ...], part_bytes: tuple[int, ...], window_bytes: int) -> None:
+    trailing: as of the namespace. Where there are any, chunks lack parts that the load does not need, which
+    count as COPIED, and a cut is one at the start: a boundary with less is another, which needs others.
+    """
+
+    def __init__(
+        self,
+        *,
+        chunks: tuple[bytes, ...],
+        part_bytes: tuple[int, ...],
+        window_bytes: int,
+        trailing: tuple[int, ...] = (),
+    ) -> None:
         self.chunks = chunks
         self.part_bytes = part_bytes
         self.reason = Reason.COMPLETE
@@ -51,6 +63,10 @@ class Load:
         self._parts = len(part_bytes)
         chunk = [PartState.WANTED if nbytes else PartState.COPIED for nbytes in part_bytes]
         self._states = chunk * len(chunks)
+        for part, number in enumerate(trailing):
+            start = start_of(number, len(chunks))
+            self._states[part : start * self._parts : self._parts] = [PartState.COPIED] * start
+        self._whole_only = bool(trailing)
         self._cursor = 0  # every index before it has left WANTED
         self._held_bytes = 0
         self._window_bytes = window_bytes
@@ -115,6 +131,7 @@ class Load:
         """Chunks from ``position`` on will not come. Cuts only ever move towards the start."""
         if position >= self._end:
             return LeftOver((), ())
+        position = 0 if self._whole_only else position
         left = self._leave(position)
         self._end = position
         self.reason = reason

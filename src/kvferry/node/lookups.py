@@ -1,56 +1,43 @@
 """Answers lookups: memory at once, Valkey by a bounded probe, then the choice to load or recompute."""
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
+from kvferry.identity.boundaries import start_of
 from kvferry.identity.names import PartKey
 from kvferry.node.estimate import Estimator, Verdict
 from kvferry.node.framing import split_digests
 from kvferry.node.ledger import ChunkName
 from kvferry.node.loading import MAX_LOADS, MAX_LOADS_PER_CONNECTION, Loads
 from kvferry.node.loads import At
-from kvferry.node.loop import Timer
+from kvferry.node.reach import Reach
 from kvferry.node.recency import RecencyRefresh
+from kvferry.node.search import Search, Searches
 from kvferry.node.server import Connection
 from kvferry.node.state import Namespace, NodeState
 from kvferry.node.wire import Answer, Lookup, Match, Matched, Reason, Tier
 from kvferry.pool.entries import Owner, Slot
-from kvferry.tiers.contract import Outcome
-
-MAX_PENDING_PER_CONNECTION = 1024
-MAX_PENDING_CHUNKS_PER_CONNECTION = 1 << 18
-MAX_PENDING_CHUNKS = 1 << 20  # of all connections together
-MAX_WAIT_S = 10.0  # whatever a lookup asks for
-MAX_PROBED_PARTS = 65536
-
-_UNKNOWN = {
-    Outcome.LATE: Reason.DEADLINE,
-    Outcome.REFUSED: Reason.TIER_DOWN,
-    Outcome.FAILED: Reason.TIER_DOWN,
-    Outcome.CORRUPT: Reason.CORRUPT,
-    Outcome.OVER_QUOTA: Reason.LIMIT,
-}
-_NO_FAILURE = (Reason.COMPLETE, Reason.ABSENT, Reason.EVICTED)
 
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A lookup on its way. memory: contiguous chunks there; owner holds pins on all their parts."""
+    """A lookup on its way. search: for what it wants, the chunks that the engine has not got.
 
-    connection: Connection
+    owner: holds pins on what the boundary ``tried`` needs of it, as far as memory has that.
+    """
+
     asked: Lookup
-    space: Namespace
     prompt: list[bytes]
-    wanted: list[bytes]  # of the prompt, what the engine has not got
+    search: Search
     owner: Owner
-    pinned: dict[At, Slot]
-    memory: int
-    started: float
-    probed: Sequence[int] = ()  # positions, counted from first_chunk
-    unprobed: int | None = None  # the first position that the limit left out
-    timer: Timer | None = None
+    pinned: dict[At, Slot] = field(default_factory=dict[At, Slot])
+    tried: int = 0  # the boundary for which pins were taken last
+
+    @property
+    def space(self) -> Namespace:
+        """Of its prompt."""
+        return self.search.space
 
 
 class Lookups:
@@ -61,178 +48,134 @@ class Lookups:
         self._loads = loads
         self._estimator = estimator
         self._recency = RecencyRefresh()
-        self._pending: dict[Connection, dict[_Pending, None]] = {}
-        self._chunks: Counter[Connection] = Counter()  # of the prompts in it
+        self._searches = Searches(state)
 
     def lookup(self, connection: Connection, asked: Lookup, space: Namespace) -> None:
         """Answer now, or within ``max_wait_s`` when Valkey has to be asked."""
         state = self._state
         state.counters.lookups += 1
         prompt = split_digests(asked.chunks)
-        lookup = _Pending(
-            connection=connection,
-            asked=asked,
-            space=space,
-            prompt=prompt,
-            wanted=prompt[asked.first_chunk :],
-            owner=next(state.owners),
-            pinned={},
-            memory=0,
-            started=state.loop.clock(),
-        )
+        wanted = prompt[asked.first_chunk :]
+        search = Search(connection, space, wanted, len(prompt), state.loop.clock())
+        lookup = _Pending(asked, prompt, search, next(state.owners))
         state.pins.open(lookup.owner, connection)
-        if self._over_limit(connection, len(prompt)):
+        if (
+            self._searches.over_limit(connection, len(prompt))
+            or self._loads.count(connection) >= MAX_LOADS_PER_CONNECTION
+            or len(self._loads) >= MAX_LOADS
+        ):
             state.counters.failed[Reason.LIMIT.value] += 1
             self._answer_none(lookup, Reason.LIMIT)
             return
-        wanted = lookup.wanted
-        lookup.memory = state.catalogue.run(space.namespace, wanted)
-        state.catalogue.touch(space.namespace, prompt[: asked.first_chunk + lookup.memory])
-        for position in range(lookup.memory):
-            self._pin(lookup, position)
-        if lookup.memory == len(wanted) or state.tier is None:
-            self._decide(lookup, lookup.memory, self._missing_reason(lookup, lookup.memory))
-            return
-        self._pending.setdefault(connection, {})[lookup] = None
-        self._chunks[connection] += len(prompt)
-        self._probe(lookup)
+        self._searches.in_memory(search)
+        state.catalogue.touch(space.namespace, prompt[: asked.first_chunk + search.memory])
+        self._pin(lookup, search.memory)
+        self._searches.ask_tier(
+            search,
+            max_wait_s=asked.max_wait_s,
+            found=partial(self._decide, lookup),
+            gone=partial(self._gone, lookup),
+        )
 
     def match(self, connection: Connection, asked: Match, space: Namespace) -> None:
-        """Say how far memory reaches."""
+        """As a lookup, but nothing is held, weighed or begun for the answer."""
         chunks = split_digests(asked.chunks)
-        count = self._state.catalogue.run(space.namespace, chunks)
-        reason = Reason.COMPLETE if count == len(chunks) else Reason.ABSENT
-        connection.send(Matched(ticket=asked.ticket, count=count, reason=reason))
+        search = Search(connection, space, chunks, len(chunks), self._state.loop.clock())
 
-    def _over_limit(self, connection: Connection, chunks: int) -> bool:
-        """Whether this connection, or all together, ask for more than the node keeps track of."""
-        return (
-            len(self._pending.get(connection, ())) >= MAX_PENDING_PER_CONNECTION
-            or self._chunks[connection] + chunks > MAX_PENDING_CHUNKS_PER_CONNECTION
-            or self._chunks.total() + chunks > MAX_PENDING_CHUNKS
-            or self._loads.count(connection) >= MAX_LOADS_PER_CONNECTION
-            or len(self._loads) >= MAX_LOADS
-        )
+        def found(reach: Reach) -> None:
+            connection.send(Matched(ticket=asked.ticket, count=reach.boundary, reason=reach.reason))
+
+        if self._searches.over_limit(connection, len(chunks)):
+            self._state.counters.failed[Reason.LIMIT.value] += 1
+            connection.send(Matched(ticket=asked.ticket, count=0, reason=Reason.LIMIT))
+            return
+        self._searches.in_memory(search)
+        self._searches.ask_tier(search, max_wait_s=asked.max_wait_s, found=found, gone=lambda: None)
 
     def disconnected(self, connection: Connection) -> None:
         """Its pending lookups let go of what they pinned."""
-        del self._chunks[connection]
-        for lookup in self._pending.pop(connection, {}):
-            if lookup.timer is not None:
-                lookup.timer.cancel()
-            self._state.pins.release(lookup.owner)
-            self._loads.room_changed()
+        self._searches.disconnected(connection)
 
-    def _pin(self, lookup: _Pending, position: int) -> None:
-        chunk = lookup.wanted[position]
-        for part in lookup.space.parts:
-            key = PartKey(lookup.space.namespace, chunk, part)
-            nbytes = lookup.space.part_bytes[part]
-            slot = self._state.pins.pin_in_share(key, nbytes, lookup.owner)
-            if slot is not None:  # what is over the share the load takes when there is room
-                lookup.pinned[At(position, part)] = slot
+    def _gone(self, lookup: _Pending) -> None:
+        self._state.pins.release(lookup.owner)
+        self._loads.room_changed()
 
-    def _probe(self, lookup: _Pending) -> None:
-        """Ask the tier for every part of the chunks that memory has not got."""
-        tier = self._state.tier
-        if tier is None:
-            return
-        space = lookup.space
-        wanted = lookup.wanted
-        most = max(1, MAX_PROBED_PARTS // len(space.parts))
-        missing = [
-            position
-            for position in range(lookup.memory, len(wanted))
-            if not self._state.catalogue.run(space.namespace, [wanted[position]])
-        ]
-        lookup.probed = missing[:most]
-        lookup.unprobed = missing[most] if len(missing) > most else None
-        refs = space.refs([wanted[position] for position in lookup.probed])
-        deadline = lookup.started + min(lookup.asked.max_wait_s, MAX_WAIT_S)
-        post = self._state.loop.post
-        lookup.timer = self._state.loop.at(deadline, partial(self._probe_late, lookup))
-        tier.probe(
-            refs,
-            deadline=deadline,
-            done=lambda outcomes: post(partial(self._probed, lookup, outcomes)),
-        )
+    def _pin(self, lookup: _Pending, boundary: int) -> None:
+        """What memory has of what this boundary needs, and nothing else."""
+        space, pins, owner, pinned = lookup.space, self._state.pins, lookup.owner, lookup.pinned
+        namespace, wanted, sizes = space.namespace, lookup.search.chunks, space.part_bytes
+        if space.trailing or boundary < lookup.tried:
+            self._unpin(lookup, boundary)
+        new = 0 if space.trailing else lookup.tried
+        lookup.tried = boundary
+        for span in space.needed(boundary):
+            for position in span.chunks[new:]:
+                for part in span.parts:
+                    at = At(position, part)
+                    if at in pinned:
+                        continue
+                    slot = pins.pin_in_share(PartKey(namespace, wanted[position], part), sizes[part], owner)
+                    if slot is not None:  # what is over the share the load takes when there is room
+                        pinned[at] = slot
 
-    def _probe_late(self, lookup: _Pending) -> None:
-        """The wait is over: memory's share is the answer."""
-        if self._settle(lookup):
-            self._state.counters.failed[Reason.DEADLINE.value] += 1
-            self._decide(lookup, lookup.memory, Reason.DEADLINE)
+    def _unpin(self, lookup: _Pending, boundary: int) -> None:
+        """What this boundary does not need."""
+        space, chunks = lookup.space, lookup.search.chunks
+        starts = {part: start_of(space.trailing_of(part), boundary) for part in space.parts}
+        unneeded = [at for at in lookup.pinned if not starts[at.part] <= at.position < boundary]
+        for at in unneeded:
+            del lookup.pinned[at]
+            self._state.pins.unpin(PartKey(space.namespace, chunks[at.position], at.part), lookup.owner)
 
-    def _probed(self, lookup: _Pending, outcomes: Sequence[Outcome]) -> None:
-        if not self._settle(lookup):
-            return  # too late, or the engine is gone
-        parts = len(lookup.space.parts)
-        count, reason = len(lookup.wanted), Reason.COMPLETE
-        if lookup.unprobed is not None:
-            count, reason = lookup.unprobed, Reason.LIMIT
-        for at, position in enumerate(lookup.probed):
-            bad = [o for o in outcomes[at * parts : (at + 1) * parts] if o is not Outcome.OK]
-            if bad:
-                count = position
-                unknown = [outcome for outcome in bad if outcome is not Outcome.MISS]
-                reason = _UNKNOWN[unknown[0]] if unknown else self._missing_reason(lookup, position)
-                break
-        if reason not in _NO_FAILURE:
-            self._state.counters.failed[reason.value] += 1
-        for position in range(lookup.memory, count):
-            self._pin(lookup, position)
-        self._decide(lookup, count, reason)
-
-    def _settle(self, lookup: _Pending) -> bool:
-        """Whether it was still waiting; it is not any more."""
-        waiting = self._pending.get(lookup.connection, {})
-        if lookup not in waiting:
-            return False
-        del waiting[lookup]
-        self._chunks[lookup.connection] -= len(lookup.prompt)
-        if lookup.timer is not None:
-            lookup.timer.cancel()
-        return True
-
-    def _missing_reason(self, lookup: _Pending, position: int) -> Reason:
-        if position >= len(lookup.wanted):
-            return Reason.COMPLETE
-        evicted = self._state.evictions.has(lookup.space.namespace, lookup.wanted[position])
-        return Reason.EVICTED if evicted else Reason.ABSENT
-
-    def _decide(self, lookup: _Pending, available: int, reason: Reason) -> None:
+    def _decide(self, lookup: _Pending, reach: Reach) -> None:
         """Choose how much to load, and start."""
-        asked, space = lookup.asked, lookup.space
-        self._count_missing(lookup, available, reason)
-        tiers = [
-            Tier.MEMORY
-            if at < lookup.memory or all(At(at, part) in lookup.pinned for part in space.parts)
-            else Tier.VALKEY
-            for at in range(available)
-        ]
-        verdict = self._estimator.decide(asked, space, tiers)
-        if verdict.load_chunks < available:
-            self._state.counters.recomputed_chunks += available - verdict.load_chunks
+        asked, space, search, reason = lookup.asked, lookup.space, lookup.search, reach.reason
+        self._count_missing(lookup, reach)
+        tiers: list[Tier] = []
+        if space.trailing:
+            verdict = self._estimator.decide_among(asked, space, gaps=search.gaps, usable=reach.usable)
+        else:
+            self._pin(lookup, reach.boundary)
+            tiers = self._tiers(lookup, reach.boundary)
+            verdict = self._estimator.decide(asked, space, tiers)
+        count = verdict.load_chunks
+        if count < reach.boundary:
+            self._state.counters.recomputed_chunks += reach.boundary - count
             reason = Reason.CHEAPER
-        if verdict.load_chunks == 0:
-            self._answer_none(lookup, reason, verdict)
+        if count == 0:
+            self._answer_none(lookup, reason, verdict, reach)
             return
-        self._start(lookup, tiers[: verdict.load_chunks], reason, verdict)
+        self._pin(lookup, count)
+        if space.trailing:
+            tiers = self._tiers(lookup, count)
+            if count != search.memory:  # so far what that boundary needs was called used
+                self._state.catalogue.touch(space.namespace, lookup.prompt[: asked.first_chunk + count])
+        self._start(lookup, tiers[:count], reason, verdict, reach)
 
-    def _start(self, lookup: _Pending, tiers: list[Tier], reason: Reason, verdict: Verdict) -> None:
+    def _tiers(self, lookup: _Pending, count: int) -> list[Tier]:
+        """Where the chunks of a load lie. One of which nothing is needed is where the next one is."""
+        tiers = [Tier.MEMORY] * count
+        pinned, memory = lookup.pinned, 0 if lookup.space.trailing else lookup.search.memory
+        spans = lookup.space.needed(count)
+        for span in spans:
+            for position in span.chunks[max(0, memory - span.chunks.start) :]:
+                if not all(At(position, part) in pinned for part in span.parts):
+                    tiers[position] = Tier.VALKEY
+        needless = spans[0].chunks.start if spans else 0
+        tiers[:needless] = [tiers[needless]] * needless if needless < count else []
+        return tiers
+
+    def _start(
+        self, lookup: _Pending, tiers: list[Tier], reason: Reason, verdict: Verdict, reach: Reach
+    ) -> None:
         state = self._state
         count = len(tiers)
-        for at in [at for at in lookup.pinned if at.position >= count]:
-            del lookup.pinned[at]
-            state.pins.unpin(
-                PartKey(lookup.space.namespace, lookup.wanted[at.position], at.part), lookup.owner
-            )
         live = self._loads.start(
-            connection=lookup.connection,
+            connection=lookup.search.connection,
             request_id=lookup.asked.request_id,
             space=lookup.space,
             owner=lookup.owner,
-            chunks=tuple(lookup.wanted[:count]),
+            chunks=tuple(lookup.search.chunks[:count]),
             pinned=lookup.pinned,
             first_chunk=lookup.asked.first_chunk,
             deadline_s=verdict.deadline_s,
@@ -244,12 +187,12 @@ class Lookups:
             del tiers[count:]
         if count == 0:
             self._loads.end(live.load_id)
-            self._answer_none(lookup, reason, verdict)
+            self._answer_none(lookup, reason, verdict, reach)
             return
         ready = self._loads.announce(live)
         self._count_hits(lookup, tiers)
-        self._explain(lookup, tiers, reason, verdict)
-        lookup.connection.send(
+        self._explain(lookup, tiers, reason, verdict, reach)
+        lookup.search.connection.send(
             Answer(
                 ticket=lookup.asked.ticket,
                 request_id=lookup.asked.request_id,
@@ -266,11 +209,17 @@ class Lookups:
         )
         self._refresh_recency(lookup, tiers)
 
-    def _answer_none(self, lookup: _Pending, reason: Reason, verdict: Verdict | None = None) -> None:
+    def _answer_none(
+        self,
+        lookup: _Pending,
+        reason: Reason,
+        verdict: Verdict | None = None,
+        reach: Reach | None = None,
+    ) -> None:
         self._state.pins.release(lookup.owner)
         self._loads.room_changed()
-        self._explain(lookup, [], reason, verdict)
-        lookup.connection.send(
+        self._explain(lookup, [], reason, verdict, reach)
+        lookup.search.connection.send(
             Answer(
                 ticket=lookup.asked.ticket,
                 request_id=lookup.asked.request_id,
@@ -286,31 +235,36 @@ class Lookups:
             )
         )
 
-    def _count_missing(self, lookup: _Pending, available: int, reason: Reason) -> None:
-        counters = self._state.counters
-        missing = len(lookup.wanted) - available
-        counters.lookup_chunks += len(lookup.wanted)
-        if reason in (Reason.ABSENT, Reason.EVICTED):
+    def _count_missing(self, lookup: _Pending, reach: Reach) -> None:
+        counters, wanted = self._state.counters, len(lookup.search.chunks)
+        missing = wanted - reach.boundary
+        counters.lookup_chunks += wanted
+        if reach.reason in (Reason.ABSENT, Reason.EVICTED):
             counters.missed_chunks += missing
             counters.missed_tokens += missing * lookup.space.chunk_tokens
 
     def _count_hits(self, lookup: _Pending, tiers: Sequence[Tier]) -> None:
         counters = self._state.counters
+        nbytes = _bytes_by_tier(lookup.space, tiers)
         for tier in Tier:
-            chunks = sum(1 for found in tiers if found is tier)
-            if chunks:
+            if chunks := tiers.count(tier):
                 name = tier.name.lower()
                 counters.hit_chunks[name] += chunks
                 counters.hit_tokens[name] += chunks * lookup.space.chunk_tokens
-                counters.hit_bytes[name] += chunks * lookup.space.chunk_bytes
+                counters.hit_bytes[name] += nbytes.get(tier, 0)
 
     def _explain(
-        self, lookup: _Pending, tiers: Sequence[Tier], reason: Reason, verdict: Verdict | None
+        self,
+        lookup: _Pending,
+        tiers: Sequence[Tier],
+        reason: Reason,
+        verdict: Verdict | None,
+        reach: Reach | None,
     ) -> None:
         now = self._state.loop.clock()
         asked, space = lookup.asked, lookup.space
         record = self._state.explain.record(asked.request_id, now)
-        hello = lookup.connection.hello
+        hello = lookup.search.connection.hello
         record.engine = hello.engine if hello is not None else ""
         record.namespace = space.namespace.hex()
         record.model = space.label
@@ -319,14 +273,16 @@ class Lookups:
         record.chunks = len(lookup.prompt)
         record.engine_chunks = asked.first_chunk
         record.lookups += 1
-        record.lookup_s = now - lookup.started
+        record.lookup_s = now - lookup.search.started
         record.reason = reason.value
-        record.reused_chunks = {
-            tier.name.lower(): sum(1 for found in tiers if found is tier) for tier in Tier
-        }
-        record.reused_bytes = {name: n * space.chunk_bytes for name, n in record.reused_chunks.items()}
-        reach = asked.first_chunk + len(tiers)
-        record.first_missing_chunk = reach if reach < len(lookup.prompt) else None
+        nbytes = _bytes_by_tier(space, tiers)
+        record.reused_chunks = {tier.name.lower(): tiers.count(tier) for tier in Tier}
+        record.reused_bytes = {tier.name.lower(): nbytes.get(tier, 0) for tier in Tier}
+        end = asked.first_chunk + len(tiers)
+        record.first_missing_chunk = end if end < len(lookup.prompt) else None
+        lack = reach.missing if reach is not None and reason is reach.reason else None
+        record.missing_part = lack.part if lack is not None else None
+        record.missing_trailing = space.trailing_of(lack.part) if lack is not None else None
         if verdict is not None:
             record.load_estimate_s = verdict.load_s or 0.0
             record.recompute_estimate_s = verdict.recompute_s or 0.0
@@ -335,14 +291,27 @@ class Lookups:
 
     def _refresh_recency(self, lookup: _Pending, tiers: Sequence[Tier]) -> None:
         """What memory serves must not look cold in the tier behind it."""
-        tier = self._state.tier
-        if tier is None:
+        behind = self._state.tier
+        if behind is None:
             return
-        space = lookup.space
-        reach = [lookup.wanted[at] for at, found in enumerate(tiers) if found is Tier.MEMORY]
-        served = lookup.prompt[: lookup.asked.first_chunk] + reach
+        space, first = lookup.space, lookup.asked.first_chunk
+        found = zip(lookup.search.chunks, tiers, strict=False)
+        served = lookup.prompt[:first] + [chunk for chunk, tier in found if tier is Tier.MEMORY]
         if self._state.quota is not None:
             self._state.quota.used([ChunkName(space.namespace, chunk) for chunk in served])
         due = self._recency.due(space.namespace, served, self._state.loop.clock())
-        if due:
-            tier.touch(space.refs(due))
+        if due and space.trailing:
+            behind.touch(list(space.refs(lookup.prompt[: first + len(tiers)], of=set(due))))
+        elif due:
+            behind.touch(list(space.refs(due)))
+
+
+def _bytes_by_tier(space: Namespace, tiers: Sequence[Tier]) -> dict[Tier, int]:
+    """Of what a load of so many chunks needs."""
+    nbytes: dict[Tier, int] = {}
+    for span in space.needed(len(tiers)):
+        chunk_bytes = sum(space.part_bytes[part] for part in span.parts)
+        found = tiers[span.chunks.start : span.chunks.stop]
+        for tier in Tier:
+            nbytes[tier] = nbytes.get(tier, 0) + found.count(tier) * chunk_bytes
+    return nbytes

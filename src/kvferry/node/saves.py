@@ -108,7 +108,7 @@ class Saves:
             raise RefusedError(f"part {message.part} of chunks that have {len(space.part_bytes)}")
         wanted = split_digests(message.chunks)
         prompt = [*split_digests(message.prefix), *wanted]
-        mark = state.catalogue.refresh(space.namespace, prompt)
+        mark = state.catalogue.refresh(space.namespace, prompt, new=len(wanted))
         if state.quota is not None:
             state.quota.extends([ChunkName(space.namespace, chunk) for chunk in prompt])
         owner = self._owners.get(connection)

@@ -2,10 +2,11 @@
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.costs import RateEstimate
+from kvferry.identity.boundaries import Span, needed_spans
 from kvferry.identity.names import DOMAIN_TAG_BYTES, PartKey, PartRef
 from kvferry.node.counters import Counters
 from kvferry.node.explain import ExplainRing
@@ -49,31 +50,43 @@ class Namespace:
         """The numbers of the parts that exist."""
         return [part for part, nbytes in enumerate(self.part_bytes) if nbytes]
 
-    def refs(self, chunks: Sequence[bytes]) -> list[PartRef]:
-        """All parts of these chunks, in order."""
-        return [
-            PartRef(PartKey(self.namespace, chunk, part), self.part_bytes[part])
-            for chunk in chunks
-            for part in self.parts
-        ]
+    def trailing_of(self, part: int) -> int:
+        """Which chunks a boundary needs of it: 0 for all before it, n for the last n."""
+        return self.trailing[part] if self.trailing else 0
+
+    def needed(self, boundary: int) -> list[Span]:
+        """What a boundary after so many chunks needs of them."""
+        return needed_spans(boundary, self.parts, self.trailing)
+
+    def refs(self, chunks: Sequence[bytes], *, of: Container[bytes] | None = None) -> Iterator[PartRef]:
+        """What a boundary after these chunks needs, in order. of: of these chunks only."""
+        return (
+            PartRef(PartKey(self.namespace, chunks[position], part), self.part_bytes[part])
+            for span in self.needed(len(chunks))
+            for position in span.chunks
+            if of is None or chunks[position] in of
+            for part in span.parts
+        )
 
 
 class Evictions:
-    """Which chunks left host memory lately, so that a miss can say so."""
+    """Which chunks left host memory lately, so that a miss can say so.
+
+    Parts that a boundary needs of the same chunks go together; of others a chunk may have had none.
+    """
 
     def __init__(self) -> None:
-        self._chunks: OrderedDict[tuple[bytes, bytes], None] = OrderedDict()
+        self._chunks: OrderedDict[tuple[bytes, bytes, int], None] = OrderedDict()
 
-    def note(self, keys: Sequence[PartKey]) -> None:
-        """These parts were evicted."""
-        for key in keys:
-            self._chunks[key.namespace, key.chunk] = None
+    def note(self, namespace: bytes, chunk: bytes, trailing: int) -> None:
+        """A part with that trailing number was evicted."""
+        self._chunks[namespace, chunk, trailing] = None
         while len(self._chunks) > MAX_REMEMBERED_EVICTIONS:
             self._chunks.popitem(last=False)
 
-    def has(self, namespace: bytes, chunk: bytes) -> bool:
+    def has(self, namespace: bytes, chunk: bytes, trailing: int) -> bool:
         """Was it evicted, as far as is remembered?"""
-        return (namespace, chunk) in self._chunks
+        return (namespace, chunk, trailing) in self._chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +126,6 @@ class NodeState:
 
     def note_evictions(self) -> None:
         """After reservations: remember what had to go for them."""
-        evicted = self.catalogue.take_evicted()
-        if evicted:
-            self.evictions.note(evicted)
+        for key in self.catalogue.take_evicted():
+            trailing = self.namespaces[key.namespace].trailing_of(key.part)
+            self.evictions.note(key.namespace, key.chunk, trailing)

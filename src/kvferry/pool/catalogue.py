@@ -10,7 +10,7 @@ out of date, and nothing was changed.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvferry.errors import BrokenError, RefusedError
 from kvferry.identity.names import DIGEST_BYTES, PartKey
@@ -21,6 +21,7 @@ from kvferry.pool.entries import (
     DeclineReason,
     Entry,
     EntryState,
+    Gap,
     Holdings,
     Level,
     Namespace,
@@ -55,36 +56,35 @@ class Catalogue:
         self._committed = self._abandoned = self._dropped = 0
         self._evictions = self._evicted_bytes = self._full = self._unreported = 0
 
-    def register(self, namespace: bytes, part_bytes: tuple[int, ...], domain: str) -> None:
+    def register(
+        self, namespace: bytes, part_bytes: tuple[int, ...], domain: str, *, trailing: tuple[int, ...] = ()
+    ) -> None:
         """Announce a namespace and the bytes of each of its parts (0: no such part). Idempotent.
 
+        trailing: see ``identity.boundaries``; empty when a boundary needs all parts of all chunks.
         Raises RefusedError for bad or differing sizes, another domain, and past MAX_NAMESPACES.
         """
         known = self._namespaces.get(namespace)
         if known is not None:
-            if known.part_bytes != part_bytes or known.domain != domain:
+            has, wanted = (known.part_bytes, known.trailing, known.domain), (part_bytes, trailing, domain)
+            if has != wanted:
                 raise RefusedError(
-                    f"namespace {namespace.hex()} is registered with parts {known.part_bytes} of domain "
-                    f"{known.domain!r}, not {part_bytes} of {domain!r}; use one engine setup per namespace"
+                    f"namespace {namespace.hex()} is registered with parts, trailing numbers and domain "
+                    f"{has}, not {wanted}; use one engine setup per namespace"
                 )
             return
-        check_sizes(namespace, part_bytes)
+        check_sizes(namespace, part_bytes, trailing)
         if len(self._namespaces) >= MAX_NAMESPACES:
             raise RefusedError(
                 f"more than {MAX_NAMESPACES} namespaces on one node; restart the node to forget old ones"
             )
-        self._namespaces[namespace] = Namespace(part_bytes, domain)
+        self._namespaces[namespace] = Namespace(part_bytes, domain, trailing)
 
     # --- reading
 
-    def run(self, namespace: bytes, chunks: Sequence[bytes]) -> int:
-        """How many of the first chunks have all their parts READY. Leaves recency alone."""
-        space = self._space(namespace)
-        for index, chunk in enumerate(chunks):
-            parts = space.chunks.get(chunk)
-            if parts is None or not space.is_whole(parts):
-                return index
-        return len(chunks)
+    def gaps(self, namespace: bytes, chunks: Sequence[bytes]) -> Iterator[Gap]:
+        """Those of these chunks that lack READY parts, in order, with what they lack. Recency stays."""
+        return self._space(namespace).gaps(chunks)
 
     def state(self, key: PartKey) -> EntryState:
         """What a reader sees. Unknown namespaces are ABSENT."""
@@ -116,13 +116,17 @@ class Catalogue:
     def touch(self, namespace: bytes, chunks: Sequence[bytes]) -> int:
         """A request uses this prefix (once per request): make it recent, head last, and protect it.
 
-        Returns a mark for ``reserve(spare_from=...)``: everything in this prefix is at or after it.
+        Of parts with a trailing number only those that a boundary at its end needs: the others are not used.
+        Returns a mark for ``reserve(spare_from=...)``: all that was stamped is at or after it.
         """
         return self._stamp(namespace, chunks, Level.PROTECTED)
 
-    def refresh(self, namespace: bytes, chunks: Sequence[bytes]) -> int:
-        """As ``touch``, but not a use: puts a prefix that is being stored or loaded in order."""
-        return self._stamp(namespace, chunks, Level.PROBATION)
+    def refresh(self, namespace: bytes, chunks: Sequence[bytes], *, new: int = 0) -> int:
+        """As ``touch``, but not a use: puts a prefix that is being stored or loaded in order.
+
+        new: the last so many chunks are new: all their parts count, and what their boundaries need.
+        """
+        return self._stamp(namespace, chunks, Level.PROBATION, ends=new)
 
     # --- writing
 
@@ -287,14 +291,12 @@ class Catalogue:
         if not holdings.pins and not holdings.filling:
             del self._owners[owner]
 
-    def _stamp(self, namespace: bytes, chunks: Sequence[bytes], level: Level) -> int:
+    def _stamp(self, namespace: bytes, chunks: Sequence[bytes], level: Level, *, ends: int = 0) -> int:
         mark = self._policy.mark
-        held = self._space(namespace).chunks
-        for chunk in reversed(chunks):
-            for entry in held.get(chunk, _NOTHING).values():
-                if entry.readable:
-                    self._policy.touch(entry, level)
-                    level = level.higher(entry.level)  # a head is at least as well kept as its tail
+        for entry in self._space(namespace).needed(chunks, ends=ends):
+            if entry.readable:
+                self._policy.touch(entry, level)
+                level = level.higher(entry.level)  # a head is at least as well kept as its tail
         return mark
 
     def _pin(self, entry: Entry, owner: Owner) -> None:

@@ -12,6 +12,7 @@ FILLING --retire--> ABSENT too, but the slot stays its owner's until reclaim or 
 """
 
 import enum
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -82,6 +83,13 @@ class Place(enum.Enum):
     RETURNED = "returned"
 
 
+class Gap(NamedTuple):
+    """A chunk that lacks parts. position: of the chunk among those asked for. parts: what it lacks."""
+
+    position: int
+    parts: tuple[int, ...]
+
+
 class Entry:
     """One part that occupies a slot. Compared by identity: a key that comes back is a new entry."""
 
@@ -124,20 +132,46 @@ class Entry:
 class Namespace:
     """A registered namespace: the bytes of each part of a chunk, and the chunks held.
 
-    part_count: how many of its part numbers exist, that is, have bytes.
+    parts: the part numbers that exist, that is, have bytes. trailing: which chunks a boundary needs of each
+    part number (``identity.boundaries``); empty when all are 0.
     """
 
-    __slots__ = ("chunks", "domain", "part_bytes", "part_count")
+    __slots__ = ("chunks", "domain", "part_bytes", "parts", "trailing")
 
-    def __init__(self, part_bytes: tuple[int, ...], domain: str) -> None:
+    def __init__(self, part_bytes: tuple[int, ...], domain: str, trailing: tuple[int, ...]) -> None:
         self.part_bytes = part_bytes
-        self.part_count = sum(1 for nbytes in part_bytes if nbytes)
+        self.parts = tuple(part for part, nbytes in enumerate(part_bytes) if nbytes)
         self.domain = domain
+        self.trailing = trailing
         self.chunks: dict[bytes, dict[int, Entry]] = {}  # chunk digest -> part index -> entry
 
-    def is_whole(self, parts: dict[int, Entry]) -> bool:
-        """Whether these are all the parts of a chunk, and readable."""
-        return len(parts) == self.part_count and all(entry.readable for entry in parts.values())
+    def gaps(self, chunks: Sequence[bytes]) -> Iterator[Gap]:
+        """Those of these chunks that lack readable parts, in order."""
+        for position, chunk in enumerate(chunks):
+            parts = self.chunks.get(chunk)
+            if parts is None:
+                yield Gap(position, self.parts)
+            elif len(parts) < len(self.parts) or not all(entry.readable for entry in parts.values()):
+                readable = {part for part, entry in parts.items() if entry.readable}
+                yield Gap(position, tuple(part for part in self.parts if part not in readable))
+
+    def needed(self, chunks: Sequence[bytes], *, ends: int = 0) -> Iterator[Entry]:
+        """What is held of what a boundary after these chunks needs, tail first, head last.
+
+        ends: the so many boundaries before it count, too.
+        """
+        last = len(chunks) - ends
+        for before, chunk in enumerate(reversed(chunks), 1):
+            parts = self.chunks.get(chunk)
+            if parts is None:
+                continue
+            if not self.trailing:
+                yield from parts.values()
+                continue
+            for part, entry in parts.items():
+                trailing = self.trailing[part]
+                if not trailing or len(chunks) - before >= last - trailing:
+                    yield entry
 
 
 def show(key: PartKey) -> str:
@@ -145,14 +179,19 @@ def show(key: PartKey) -> str:
     return f"part {key.part} of chunk {key.chunk[:8].hex()} in namespace {key.namespace.hex()}"
 
 
-def check_sizes(namespace: bytes, part_bytes: tuple[int, ...]) -> None:
-    """Raise RefusedError for a namespace of another length, and for part sizes that no chunk may have."""
+def check_sizes(namespace: bytes, part_bytes: tuple[int, ...], trailing: tuple[int, ...]) -> None:
+    """Raise RefusedError for a namespace of another length, and for parts that no chunk may have."""
     if len(namespace) != NAMESPACE_BYTES:
         raise RefusedError(f"namespace of {len(namespace)} bytes: must have {NAMESPACE_BYTES}")
     sizes_fit = any(part_bytes) and all(0 <= size <= MAX_PART_BYTES for size in part_bytes)
     if not sizes_fit or len(part_bytes) > MAX_PARTS:
         raise RefusedError(
             f"part sizes {part_bytes[:8]}: there must be 1 to {MAX_PARTS} of 1 to {MAX_PART_BYTES} bytes"
+        )
+    if len(trailing) not in (0, len(part_bytes)) or any(number < 0 for number in trailing):
+        raise RefusedError(
+            f"trailing numbers {trailing[:8]} for {len(part_bytes)} parts: give each part one of at least 0, "
+            "or none at all"
         )
 
 

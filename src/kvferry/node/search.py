@@ -1,0 +1,191 @@
+"""How far a prefix reaches: memory says at once, the tier by a probe with a bounded wait."""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+
+from kvferry.identity.names import PartKey, PartRef
+from kvferry.node.loop import Timer
+from kvferry.node.reach import Lack, Reach, memory_boundary, reach
+from kvferry.node.server import Connection
+from kvferry.node.state import Namespace, NodeState
+from kvferry.node.wire import Reason
+from kvferry.pool.entries import Gap
+from kvferry.tiers.contract import Outcome
+
+MAX_PENDING_PER_CONNECTION = 1024
+MAX_PENDING_CHUNKS_PER_CONNECTION = 1 << 18
+MAX_PENDING_CHUNKS = 1 << 20  # of all connections together
+MAX_WAIT_S = 10.0  # whatever a client asks for
+MAX_PROBED_PARTS = 65536
+
+_UNKNOWN = {
+    Outcome.MISS: None,
+    Outcome.LATE: Reason.DEADLINE,
+    Outcome.REFUSED: Reason.TIER_DOWN,
+    Outcome.FAILED: Reason.TIER_DOWN,
+    Outcome.CORRUPT: Reason.CORRUPT,
+    Outcome.OVER_QUOTA: Reason.LIMIT,
+}
+_NO_FAILURE = (Reason.COMPLETE, Reason.ABSENT, Reason.EVICTED)
+
+
+@dataclass(slots=True, eq=False)
+class Search:
+    """chunks: the prefix, from the first chunk that the engine has not got. prompt_chunks: with those it has.
+
+    gaps: what memory lacks of them, up to where nothing more can be used. memory: how far it alone reaches.
+    """
+
+    connection: Connection
+    space: Namespace
+    chunks: Sequence[bytes]
+    prompt_chunks: int
+    started: float
+    gaps: list[Gap] = field(default_factory=list[Gap])
+    memory: int = 0
+    unprobed: Sequence[Gap] = ()  # which the limit left out
+    timer: Timer | None = None
+    found: Callable[[Reach], None] | None = None  # set while the tier is asked
+    gone: Callable[[], None] | None = None
+
+
+class Searches:
+    """All that wait for a probe; loop thread only."""
+
+    def __init__(self, state: NodeState) -> None:
+        self._state = state
+        self._pending: dict[Connection, dict[Search, None]] = {}
+        self._chunks: Counter[Connection] = Counter()  # of the prompts in it
+
+    def over_limit(self, connection: Connection, chunks: int) -> bool:
+        """Whether this connection, or all together, ask for more than the node keeps track of."""
+        return (
+            len(self._pending.get(connection, ())) >= MAX_PENDING_PER_CONNECTION
+            or self._chunks[connection] + chunks > MAX_PENDING_CHUNKS_PER_CONNECTION
+            or self._chunks.total() + chunks > MAX_PENDING_CHUNKS
+        )
+
+    def in_memory(self, search: Search) -> None:
+        """Look into the catalogue."""
+        space, behind = search.space, self._state.tier is not None
+        for gap in self._state.catalogue.gaps(space.namespace, search.chunks):
+            search.gaps.append(gap)
+            if not behind and not all(space.trailing and space.trailing[part] for part in gap.parts):
+                break  # no boundary after it
+        search.memory = memory_boundary(space, len(search.chunks), search.gaps)
+
+    def memory_reach(self, search: Search) -> Reach:
+        """How far memory alone reaches, and why no further as far as it knows."""
+        lacks = (Lack(gap.position, part, None) for gap in search.gaps for part in gap.parts)
+        return self._with_evictions(search, reach(search.space, len(search.chunks), lacks))
+
+    def ask_tier(
+        self, search: Search, *, max_wait_s: float, found: Callable[[Reach], None], gone: Callable[[], None]
+    ) -> None:
+        """Ask for what could lead further than memory does. ``found`` is called once, in time.
+
+        gone: called instead when the connection is lost before.
+        """
+        tier = self._state.tier
+        if tier is None or search.memory == len(search.chunks):
+            found(self.memory_reach(search))
+            return
+        search.found, search.gone = found, gone
+        self._pending.setdefault(search.connection, {})[search] = None
+        self._chunks[search.connection] += search.prompt_chunks
+        probed = self._questions(search)
+        space = search.space
+        refs = [
+            PartRef(PartKey(space.namespace, search.chunks[position], part), space.part_bytes[part])
+            for position, part in probed
+        ]
+        deadline = search.started + min(max_wait_s, MAX_WAIT_S)
+        post = self._state.loop.post
+        search.timer = self._state.loop.at(deadline, partial(self._late, search))
+        tier.probe(
+            refs,
+            deadline=deadline,
+            done=lambda outcomes: post(partial(self._probed, search, probed, outcomes)),
+        )
+
+    def disconnected(self, connection: Connection) -> None:
+        """Nobody waits for its searches any more."""
+        del self._chunks[connection]
+        for search in self._pending.pop(connection, {}):
+            if search.timer is not None:
+                search.timer.cancel()
+            if search.gone is not None:
+                search.gone()
+
+    def _questions(self, search: Search) -> list[tuple[int, int]]:
+        """Positions and parts that memory lacks and a boundary beyond its own needs, within the limit."""
+        space, questions = search.space, list[tuple[int, int]]()
+        for at, gap in enumerate(search.gaps):
+            if len(questions) + len(gap.parts) > MAX_PROBED_PARTS and questions:
+                search.unprobed = search.gaps[at:]
+                break
+            for part in gap.parts:
+                trailing = space.trailing_of(part)
+                if not trailing or gap.position + trailing > search.memory:
+                    questions.append((gap.position, part))
+        return questions
+
+    def _late(self, search: Search) -> None:
+        """The wait is over: memory's share is the answer."""
+        found = self._settle(search)
+        if found is not None:
+            self._state.counters.failed[Reason.DEADLINE.value] += 1
+            found(replace(self.memory_reach(search), reason=Reason.DEADLINE))
+
+    def _probed(self, search: Search, probed: Sequence[tuple[int, int]], outcomes: Sequence[Outcome]) -> None:
+        found = self._settle(search)
+        if found is None:
+            return  # too late, or the engine is gone
+        lacks: Iterable[Lack] = chain(
+            (
+                Lack(position, part, _UNKNOWN[outcome])
+                for (position, part), outcome in zip(probed, outcomes, strict=True)
+                if outcome is not Outcome.OK
+            ),
+            (Lack(gap.position, part, Reason.LIMIT) for gap in search.unprobed for part in gap.parts),
+        )
+        if search.space.trailing:
+            lacks = heapq.merge(lacks, _unasked(search, probed))
+        reached = self._with_evictions(search, reach(search.space, len(search.chunks), lacks))
+        if reached.reason not in _NO_FAILURE:
+            self._state.counters.failed[reached.reason.value] += 1
+        found(reached)
+
+    def _settle(self, search: Search) -> Callable[[Reach], None] | None:
+        """Whom to tell, if somebody still waits; nobody does any more."""
+        waiting = self._pending.get(search.connection, {})
+        if search not in waiting:
+            return None
+        del waiting[search]
+        self._chunks[search.connection] -= search.prompt_chunks
+        if search.timer is not None:
+            search.timer.cancel()
+        return search.found
+
+    def _with_evictions(self, search: Search, reached: Reach) -> Reach:
+        """Say of what is absent whether memory held it lately."""
+        lack, space = reached.missing, search.space
+        if reached.reason is not Reason.ABSENT or lack is None:
+            return reached
+        evicted = self._state.evictions.has(
+            space.namespace, search.chunks[lack.position], space.trailing_of(lack.part)
+        )
+        return replace(reached, reason=Reason.EVICTED) if evicted else reached
+
+
+def _unasked(search: Search, probed: Sequence[tuple[int, int]]) -> Iterator[Lack]:
+    """What memory lacks and the tier was not asked for: of use for boundaries before memory's alone."""
+    asked = set(probed)
+    for gap in search.gaps[: len(search.gaps) - len(search.unprobed)]:
+        for part in gap.parts:
+            if (gap.position, part) not in asked:
+                yield Lack(gap.position, part, None)
