@@ -53,7 +53,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         (["node", "--config", "/nonexistent/a.toml"], "/nonexistent/a.toml", "No such file"),
         (["flags", "vllm", "--chunk-tokens", "100", "--block-size", "16"], "100", "96 is"),
         (["flags", "vllm", "--chunk-tokens", "many"], "'many'", "whole number"),
-        (["flags", "sglang"], "'sglang'", "choose from"),
+        (["flags", "triton"], "'triton'", "choose from"),
         (["flags"], "target", "see kvferry flags --help"),
         (["drop", "memory", "--namespace", "xyz"], "'xyz'", "32 hexadecimal digits"),
         (["drop", "disk"], "'disk'", "choose from"),

@@ -1,4 +1,4 @@
-"""``kvferry flags``: the flag to paste into ``vllm serve``, and the ACL user to give to a node at Valkey."""
+"""``kvferry flags``: what to add to an engine's command, and the ACL user to give to a node at Valkey."""
 
 import argparse
 import json
@@ -17,16 +17,29 @@ CONNECTOR = {
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
 }
+BACKEND = {
+    "backend_name": "kvferry",
+    "module_path": "kvferry.engines.sglang.backend",
+    "class_name": "KvferryStorage",
+    "interface_v1": 1,
+}
+HICACHE = "--page-size 64 --enable-hierarchical-cache --hicache-mem-layout page_first"
 VALKEY_USER = "kvferry"
 DEFAULT_DOMAIN = "default"
-_FOR_VLLM = ("socket", "chunk_tokens", "block_size", "deadline_cap_ms", "token_file", "group")
-_FOR_VALKEY = ("user",)
+_ENGINES = ("socket", "deadline_cap_ms", "token_file", "group")
+_ONLY = {  # what some targets alone can be told
+    "vllm": (*_ENGINES, "chunk_tokens", "block_size"),
+    "sglang": _ENGINES,
+    "valkey": ("user",),
+}
 _USER = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Everything optional: what is not given stays at its default and out of the flag."""
-    parser.add_argument("target", choices=["vllm", "valkey"], help="the engine or the server to configure")
+    parser.add_argument(
+        "target", choices=["vllm", "sglang", "valkey"], help="the engine or the server to configure"
+    )
     parser.add_argument("--socket", metavar="PATH", help="the node's socket, when it is not the default one")
     parser.add_argument(
         "--chunk-tokens",
@@ -48,22 +61,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def transfer_config(args: argparse.Namespace) -> dict[str, object]:
     """The value of ``--kv-transfer-config``, with only what differs from the defaults."""
     extra: dict[str, object] = {}
-    socket = _checked("--socket", args.socket, parse_socket_path)
-    if socket is not None and socket != str(default_socket_path()):
-        extra["socket"] = socket
     block = 16 if args.block_size is None else _count("--block-size", args.block_size, 1, 1 << 16)
     if args.chunk_tokens is not None:
         extra["chunk_tokens"] = _chunk_tokens(args.chunk_tokens, block)
     if args.deadline_cap_ms is not None:
-        extra["deadline_cap_ms"] = _count("--deadline-cap-ms", args.deadline_cap_ms, 10, 600_000)
+        extra["deadline_cap_ms"] = _deadline_ms(args)
+    extra |= _common(args)
+    return {**CONNECTOR, **({"kv_connector_extra_config": extra} if extra else {})}
+
+
+def backend_config(args: argparse.Namespace) -> dict[str, object]:
+    """The value of SGLang's ``--hicache-storage-backend-extra-config``, likewise."""
+    extra: dict[str, object] = {}
+    if args.deadline_cap_ms is not None:
+        extra["deadline_ms"] = _deadline_ms(args)
+    return {**BACKEND, **extra, **_common(args)}
+
+
+def _deadline_ms(args: argparse.Namespace) -> int:
+    return _count("--deadline-cap-ms", args.deadline_cap_ms, 10, 600_000)
+
+
+def _common(args: argparse.Namespace) -> dict[str, object]:
+    """What every engine is told in the same words."""
+    found: dict[str, object] = {}
+    socket = _checked("--socket", args.socket, parse_socket_path)
+    if socket is not None and socket != str(default_socket_path()):
+        found["socket"] = socket
     texts = {
         "domain": _checked("--domain", args.domain, parse_domain),
         "domain_key_file": _checked("--domain-key-file", args.domain_key_file, parse_path),
         "token_file": _checked("--token-file", args.token_file, parse_path),
         "group": _checked("--group", args.group, parse_group_name),
     }
-    extra.update({name: text for name, text in texts.items() if text is not None})
-    return {**CONNECTOR, **({"kv_connector_extra_config": extra} if extra else {})}
+    return found | {name: text for name, text in texts.items() if text is not None}
 
 
 def _checked(flag: str, text: str | None, parse: Callable[[str], object]) -> str | None:
@@ -110,7 +141,7 @@ def valkey_user(args: argparse.Namespace) -> str:
 
 def main(args: argparse.Namespace) -> int:
     """Print the flag or the line on standard output, ready to paste."""
-    for name in _FOR_VALKEY if args.target == "vllm" else _FOR_VLLM:
+    for name in sorted({name for names in _ONLY.values() for name in names} - {*_ONLY[args.target]}):
         if getattr(args, name) is not None:
             raise MisconfiguredError(
                 f"--{name.replace('_', '-')} is not for {args.target}; see kvferry flags --help"
@@ -119,6 +150,11 @@ def main(args: argparse.Namespace) -> int:
         line = valkey_user(args)
         print(json.dumps(line) if args.json else line)
         return 0
-    value = json.dumps(transfer_config(args), separators=(",", ":"))
-    print(value if args.json else f"--kv-transfer-config {shlex.quote(value)}")
+    if args.target == "vllm":
+        flag, found = "--kv-transfer-config", transfer_config(args)
+    else:
+        found = backend_config(args)
+        flag = f"{HICACHE} --hicache-storage-backend dynamic --hicache-storage-backend-extra-config"
+    value = json.dumps(found, separators=(",", ":"))
+    print(value if args.json else f"{flag} {shlex.quote(value)}")
     return 0
