@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -17,8 +17,10 @@ from sglang.srt.managers.cache_controller import HiCacheController
 from sglang.srt.mem_cache import utils as cache_utils
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -320,3 +322,40 @@ def take(queue: Any) -> Any:
 
 def flat(lists: Sequence[Sequence[bool]]) -> list[bool]:
     return [one for part in lists for one in part]
+
+
+class HybridEngine(NamedTuple):
+    """SGLang's controller for models with pools beside their KV pages."""
+
+    made: HybridCacheController
+    kv: Any
+    states: Any
+
+
+def hybrid_controller(socket: Path, stack: ExitStack) -> HybridEngine:
+    """With KV pages and recurrent states, our storage attached and its threads running."""
+    device, host = mha_pool()
+    states = mamba_pool()
+    group = HostPoolGroup(
+        [
+            PoolEntry(PoolName.KV, host, device, lambda layer: layer, is_primary_index_anchor=True),
+            PoolEntry(PoolName.MAMBA, states, None, lambda layer: layer),
+        ]
+    )
+    made = HybridCacheController(
+        PagedTokenToKVPoolAllocator(
+            SLOTS, page_size=PAGE, dtype=torch.bfloat16, device="cpu", kvcache=device, need_sort=False
+        ),
+        group,
+        PAGE,
+        tp_group=torch.distributed.group.WORLD,
+        load_cache_event=threading.Event(),
+        write_policy="write_through",
+        io_backend="direct",
+        storage_backend="dynamic",
+        prefetch_threshold=PAGE,
+        model_name="small",
+        storage_backend_extra_config=extra_config(socket),
+    )
+    stack.callback(made.detach_storage_backend)
+    return HybridEngine(made, host, states)
