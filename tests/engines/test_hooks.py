@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.engines.planning import ChunkGeometry
 from kvferry.engines.vllm.announced import Announced
 from kvferry.engines.vllm.guard import Guard
 from kvferry.engines.vllm.pins import Pins
@@ -38,7 +39,7 @@ def connector() -> Any:
 
     made = object.__new__(KvferryConnector)
     made.guard = Guard("scheduler")
-    made._vllm_config = SimpleNamespace(cache_config=SimpleNamespace(block_size=4))
+    made._geometry = ChunkGeometry(4, 4)
     made._announced, made._pins, made._spare_step = Announced(), Pins(ranks=1), 0
     made._pins.bind(BlockPool(8))
     made._scheduler = BreaksWhilePlanning(made._pins)
