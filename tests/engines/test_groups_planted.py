@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.engines import test_groups
 from tests.engines.planting import Plant, demand
-from tests.engines.test_groups import HYBRID, LARGE, TestGroups, TestGroupsInLargeChunks
 
 from kvferry.client.messages import Reason
 from kvferry.engines import planning
@@ -93,7 +93,13 @@ PLANTED = {
 
 @pytest.mark.parametrize("name", PLANTED, ids=lambda name: name.replace(" ", "-"))
 def test_a_planted_defect_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    demand(PLANTED[name], directory=tmp_path, monkeypatch=monkeypatch, suite=TestGroups, groups=HYBRID)
+    demand(
+        PLANTED[name],
+        directory=tmp_path,
+        monkeypatch=monkeypatch,
+        suite=test_groups.TestGroups,
+        groups=test_groups.HYBRID,
+    )
 
 
 def test_a_load_over_a_local_hit_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +108,7 @@ def test_a_load_over_a_local_hit_is_caught(tmp_path: Path, monkeypatch: pytest.M
         Plant(loading, "plan_group_load", over_a_local_hit, test, "bytes of a load"),
         directory=tmp_path,
         monkeypatch=monkeypatch,
-        suite=TestGroupsInLargeChunks,
+        suite=test_groups.TestGroupsInLargeChunks,
         chunk_blocks=2,
-        groups=LARGE,
+        groups=test_groups.LARGE,
     )
