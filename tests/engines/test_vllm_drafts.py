@@ -1,0 +1,80 @@
+"""Speculative decoding on real engines: the drafts' KV is stored and loaded with the model's own.
+
+Random drafts are hardly ever accepted. What is checked is that nothing of them reaches an answer, that their
+blocks hold the computed bytes again, and that as much is reused as with a hit of the engine's own.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.engines.vllm_engines import Engine, NodeProcess
+from tests.engines.vllm_life import life_engine, make_models
+from tests.engines.vllm_requests import BLOCK, prompt, until_cached
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+DRAFTS = 2
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_models(tmp_path_factory.mktemp("drafts"), "draft", "eagle")
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
+    process = NodeProcess(tmp_path_factory.mktemp("node"))
+    process.start()
+    yield process
+    process.close()
+
+
+@pytest.fixture(
+    scope="module", params=[("eagle", "eagle"), ("draft_model", "draft")], ids=lambda kind: kind[0]
+)
+def engine(
+    request: pytest.FixtureRequest,
+    node: NodeProcess,
+    models: Path,
+    drafts: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Engine]:
+    method, name = request.param
+    speculative = {"method": method, "model": str(drafts / name), "num_speculative_tokens": DRAFTS}
+    started = life_engine(
+        method,
+        models / "llama",
+        node,
+        tmp_path_factory.mktemp("engine"),
+        speculative_config=speculative,
+    )
+    try:
+        yield started.ready()
+    finally:
+        started.close()
+
+
+def test_a_load_gives_what_an_own_hit_gives_drafts_included(engine: Engine) -> None:
+    asked = prompt(1, 700)
+    engine.generate(asked)
+    own = engine.generate(asked, params={"max_tokens": 40})
+    computed = engine.digests()
+    engine.reset()
+    engine.ask("scrub")
+    loaded = until_cached(engine, asked, own["cached"], params={"max_tokens": 40})
+    assert loaded["tokens"] == own["tokens"]
+    assert len(computed & engine.digests()) >= own["cached"] // BLOCK
+    metrics = engine.ask("metrics")
+    assert metrics["vllm:spec_decode_num_drafts"] > 0
+    assert metrics["vllm:kvferry_loaded_tokens"] > 0
+
+
+def test_answers_whose_drafts_were_refused_are_stored_as_answered(engine: Engine) -> None:
+    asked = prompt(2, 200)
+    answer = engine.generate(asked, params={"max_tokens": 250})["tokens"]
+    turn = [*asked, *answer, *prompt(3, 50)]
+    own = engine.generate(turn)
+    engine.reset()
+    engine.ask("scrub")
+    assert until_cached(engine, turn, own["cached"])["tokens"] == own["tokens"]
