@@ -2,10 +2,15 @@
 
 import contextlib
 import tempfile
+import time
 from pathlib import Path
 
 from kvferry.config import load_node_settings
+from kvferry.errors import KvferryError
 from kvferry.node.node import Node
+
+DRAIN_S = 10.0  # what is on its way to Valkey is waited for so long
+LOOK_S = 0.01
 
 
 class LocalNode:
@@ -32,8 +37,17 @@ class LocalNode:
             node = Node(load_node_settings(flags, environ={}))
             undo.callback(node.close)
             node.start()
+            if valkey is not None:
+                undo.callback(_drain, node)
             self._undo = undo.pop_all()
 
     def close(self) -> None:
-        """End all transfers, free the memory, remove the directory. Idempotent."""
+        """Wait a while for what is on its way to Valkey, then free the memory. Idempotent."""
         self._undo.close()
+
+
+def _drain(node: Node) -> None:
+    give_up = time.monotonic() + DRAIN_S
+    with contextlib.suppress(KvferryError):  # a node too busy to say is as good as one that is not done
+        while node.statistics().writeback_backlog_bytes and time.monotonic() < give_up:
+            time.sleep(LOOK_S)

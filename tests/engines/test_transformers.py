@@ -1,6 +1,11 @@
 """transformers: what was loaded computes, bit for bit, what the same prefix in the model's own cache does."""
 
+import os
+import re
+import runpy
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,12 +13,14 @@ from typing import Any
 
 import pytest
 from tests.node.fleet import POOL_BYTES, NodeProcess, at_rest, eventually, settings
+from tests.servers import running_server
 
 from kvferry.errors import RefusedError
 from kvferry.node.node import Node
 
 pytestmark = pytest.mark.engine
 
+ROOT = Path(__file__).parents[2]
 POOL = "128MiB"
 CHUNK = 64
 PROMPT = 5 * CHUNK + 19
@@ -29,7 +36,7 @@ def kit() -> Any:
     return kit
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma", "deepseek"])
+@pytest.fixture(scope="module", params=["llama", "gemma", "deepseek", "mistral", "eager", "seeing"])
 def model(request: pytest.FixtureRequest, kit: Any) -> Any:
     return kit.MODELS[request.param]()
 
@@ -86,12 +93,14 @@ def test_what_generate_computed_serves_the_next_turn(model: Any, kit: Any, open_
     assert (statistics.prompts, statistics.hits, statistics.loaded_tokens) == (2, 1, 2 * CHUNK)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma"])
 @pytest.mark.parametrize("shared", [1, CHUNK, 3 * CHUNK - 1, 3 * CHUNK])
 def test_any_whole_chunks_that_two_prompts_share_are_found(
-    model: Any, kit: Any, open_cache: Open, shared: int
+    name: str, shared: int, kit: Any, llama: Any, gemma: Any, open_cache: Open
 ) -> None:
     import torch
 
+    model = {"llama": llama, "gemma": gemma}[name]
     first, cache = kit.prompt(PROMPT), open_cache(model)
     cache.save(first, kit.own_prefix(model, first, PROMPT))
     other = torch.cat([first[:, :shared], kit.prompt(CHUNK, seed=3)], dim=1)
@@ -128,11 +137,11 @@ def test_of_sliding_windows_only_what_they_reach_back_to_is_loaded(kit: Any, ope
 @pytest.mark.parametrize("name", ["llama", "gemma"])
 @pytest.mark.parametrize("tokens", [CHUNK, 5 * CHUNK])
 def test_a_static_cache_is_filled_as_the_model_fills_it(
-    name: str, tokens: int, kit: Any, open_cache: Open
+    name: str, tokens: int, kit: Any, llama: Any, gemma: Any, open_cache: Open
 ) -> None:
     from transformers import StaticCache
 
-    model = kit.MODELS[name]()
+    model = {"llama": llama, "gemma": gemma}[name]
     ids, cache = kit.prompt(tokens + 19), open_cache(model)
     cache.save(ids, kit.own_prefix(model, ids, tokens))
 
@@ -248,6 +257,57 @@ def test_without_a_socket_the_hosts_node_is_used(
     assert [engine.label for engine in node.statistics().engines] == [
         "LlamaForCausalLM float32 transformers"
     ] * 2
+
+
+def test_with_valkey_behind_it_a_pool_in_the_process_outlives_it(
+    llama: Any, kit: Any, open_cache: Open
+) -> None:
+    with running_server() as server:
+        ids, behind = kit.prompt(PROMPT), f"valkey://127.0.0.1:{server.port}"
+        first = open_cache(llama, valkey=behind)
+        assert first.save(ids, kit.own_prefix(llama, ids, 5 * CHUNK)) == 5 * CHUNK
+        first.close()
+        second = open_cache(llama, valkey=behind)
+        loaded = second.load(ids)
+        assert loaded.get_seq_length() == 5 * CHUNK
+        own = kit.own_prefix(llama, ids, 5 * CHUNK)
+        kit.assert_same(kit.answer(llama, ids, loaded), kit.answer(llama, ids, own))
+        second.close()
+
+
+def test_the_lines_of_the_page_work(llama: Any, kit: Any, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "engines" / "transformers.md").read_text()
+    lines = page.split("```python\n")[1].split("```")[0]
+    script = tmp_path / "lines.py"
+    script.write_text(lines.replace("2GiB", POOL))
+    cache: Any = runpy.run_path(str(script), {"model": llama, "prompt": kit.prompt(300)})["cache"]
+    try:
+        assert cache.load(kit.prompt(300)).get_seq_length() == 256
+    finally:
+        cache.close()
+
+
+def test_the_example_finds_in_a_second_process_what_the_first_computed(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", str(ROOT / "examples" / "transformers_prefix_cache.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    process = NodeProcess(tmp_path / "node.sock", pool_bytes=128 << 20)
+    try:
+        runs = [
+            subprocess.run(
+                [*command, "--socket", str(tmp_path / "node.sock")],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=300,
+            ).stdout
+            for _ in range(2)
+        ]
+    finally:
+        process.close()
+    found = [re.findall(r"(\d+) of 1020 tokens found", run) for run in runs]
+    assert found == [["0", "896", "896"], ["896", "896", "896"]]
+    assert runs[1].endswith("2688 of 3060 prompt tokens were loaded, not computed\n")
 
 
 def test_a_pool_in_this_process_is_bounded_and_leaves_nothing(

@@ -64,13 +64,37 @@ def deepseek() -> Any:
     return make("DeepseekV3ForCausalLM", config)
 
 
-MODELS: dict[str, Callable[[], Any]] = {"llama": llama, "gemma": gemma, "deepseek": deepseek}
+def mistral() -> Any:
+    """Sliding windows in every layer."""
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2}
+    config = transformers.MistralConfig(**{**_SMALL, **heads, "sliding_window": 100})
+    return make("MistralForCausalLM", config)
+
+
+def eager() -> Any:
+    """Another attention implementation, in float16."""
+    return llama(attn_implementation="eager").to(torch.float16)
+
+
+def seeing() -> Any:
+    """Gemma 3 with eyes: a prompt without the ids 5 to 7 is text."""
+    text = {**_SMALL, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config={**text, "head_dim": 32, "sliding_window": 100},
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=1,
+        image_token_index=5,
+        boi_token_index=6,
+        eoi_token_index=7,
+    )
+    return make("Gemma3ForConditionalGeneration", config)
 
 
 def prompt(tokens: int, *, seed: int = 1) -> Any:
-    """Random token ids, [1, tokens]; equal seeds begin alike."""
+    """Random token ids from 8 on, [1, tokens]; equal seeds begin alike."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCABULARY, (1, 2048), generator=generator)[:, :tokens]
+    return torch.randint(8, VOCABULARY, (1, 2048), generator=generator)[:, :tokens]
 
 
 def own_prefix(model: Any, ids: Any, tokens: int, cache: Any = None) -> Any:
@@ -101,3 +125,13 @@ def assert_same(one: tuple[Any, Any], other: tuple[Any, Any]) -> None:
     """Bit for bit."""
     assert torch.equal(one[0], other[0])
     assert torch.equal(one[1], other[1])
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": llama,
+    "gemma": gemma,
+    "deepseek": deepseek,
+    "mistral": mistral,
+    "eager": eager,
+    "seeing": seeing,
+}
