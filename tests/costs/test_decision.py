@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvferry.costs import (
     Decision,
     DecisionReason,
+    Length,
     Limits,
     PrefillModel,
     Prospect,
@@ -192,3 +193,51 @@ def test_the_choice_is_as_good_as_trying_every_length(
 
     best = min(first_token_s(count) for count in range(found.useful_chunks + 1))
     assert first_token_s(decision.load_chunks) <= best * 1.05 + 0.001
+
+
+lengths = st.dictionaries(
+    st.integers(1, 60),
+    st.dictionaries(st.sampled_from(["memory", "valkey"]), st.integers(0, 200 * MIB)),
+    max_size=8,
+).map(lambda made: [Length(chunks, made[chunks]) for chunks in sorted(made)])
+
+
+@settings(max_examples=300, deadline=None)
+@given(prospects, lengths, prefills, rates, limits)
+def test_only_a_listed_length_is_chosen_and_it_is_as_good_as_any_that_fits(
+    found: Prospect, listed: list[Length], prefill: PrefillModel, rate: TierRate, limit: Limits
+) -> None:
+    found = replace(found, runs=(), lengths=listed)
+    measured = replace(rate, bytes_per_s=rate.bytes_per_s or 1e9)
+    decision = decide(found, prefill=prefill, rates={"valkey": measured}, limits=limit)
+    useful = [length for length in listed if length.chunks <= -(-found.wanted_tokens // found.chunk_tokens)]
+    assert decision.load_chunks in (0, *(length.chunks for length in useful))
+    assert found.useful_chunks == max((length.chunks for length in useful), default=0)
+    if decision.reason in (DecisionReason.PROBE, DecisionReason.NOTHING_FOUND):
+        return
+    costs = {
+        length.chunks: measured.seconds(length.tier_bytes["valkey"])
+        if "valkey" in length.tier_bytes
+        else None
+        for length in useful
+    }
+
+    def seconds(chunks: int) -> float:
+        tokens = min(chunks * found.chunk_tokens, found.wanted_tokens)
+        rest = prefill.seconds(found.wanted_tokens - tokens, found.computed_tokens + tokens)
+        return max(costs.get(chunks) or 0.0, found.queued_s) + rest
+
+    fits = [0, *(chunks for chunks, cost in costs.items() if (cost or 0.0) <= limit.cap_s)]
+    assert decision.load_chunks in fits
+    if decision.reason is not DecisionReason.UNMEASURED:
+        assert seconds(decision.load_chunks) <= min(map(seconds, fits)) * (1 + 1e-9) + 1e-12 or (
+            costs.get(max(fits)) is None
+        )
+
+
+def test_a_tier_thought_slow_is_tried_with_the_shortest_length_that_needs_it() -> None:
+    due = TierRate(bytes_per_s=1e6, latency_s=0.001, inflight_bytes=0, probe_due=True)
+    listed = [Length(8, {}), Length(24, {"valkey": 24 * MIB}), Length(40, {"valkey": 40 * MIB})]
+    decision = choose(replace(prospect(), lengths=listed), valkey=due)
+    assert (decision.load_chunks, decision.reason) == (24, DecisionReason.PROBE)
+    assert choose(replace(prospect(), lengths=listed), valkey=SLOW).load_chunks == 8

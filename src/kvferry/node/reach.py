@@ -24,7 +24,7 @@ class Reach:
     """usable: for each boundary 0 .. chunks, in chunks from the first, a byte: 1 where it is usable.
 
     boundary: the largest. reason: why it is not larger; ABSENT stands for EVICTED too, COMPLETE for all.
-    missing: what was not there, or not known to be, and kept it from being larger.
+    missing: the first part that was not there, or not known to be, of those that all of it would need.
     """
 
     usable: bytearray
@@ -74,10 +74,7 @@ def reach(space: Namespace, chunks: int, lacks: Iterable[Lack]) -> Reach:
     hopeful = usable_boundaries(chunks, known).rfind(1) if unknown else boundary
     if hopeful > boundary:
         return _ended(space, usable, [lack for lack in read if lack.reason is not None], hopeful)
-    everywhere = known.get(0, ())
-    furthest = everywhere[0] if everywhere else chunks  # where parts that every chunk needs would allow
-    absent = [lack for lack in read if lack.reason is None]
-    return _ended(space, usable, absent, max(furthest, boundary + 1))
+    return _ended(space, usable, [lack for lack in read if lack.reason is None], chunks)
 
 
 def _ended(space: Namespace, usable: bytearray, lacks: Sequence[Lack], wanted: int) -> Reach:
