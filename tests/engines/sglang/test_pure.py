@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from kvferry.engines.sglang.hits import MAX_QUESTIONS, Policy, SidePool, fold
 from kvferry.engines.sglang.identity import Adapter, EngineFacts, Identity, PoolFacts
 from kvferry.engines.sglang.keys import PageNames
-from kvferry.engines.sglang.pools import StoredPool
+from kvferry.engines.sglang.pools import MAX_CANDIDATES, Ends, StoredPool
 from kvferry.engines.sglang.settings import BackendSettings, parse_settings
 from kvferry.errors import MisconfiguredError, RefusedError
 from kvferry.identity.domain import DomainKey
@@ -71,10 +72,19 @@ class _Pool:
     page_size = 1
 
 
-def stored_pool(held: set[bytes], *, last_only: bool = False) -> StoredPool:
-    names = PageNames(DomainKey.default("d"), b"n" * 16)
-    store = Present(held, trailing=last_only)
-    return StoredPool(_Pool(), _NoPages(), names=names, store=store, last_only=last_only)
+NAMES = PageNames(DomainKey.default("d"), b"n" * 16)
+LINE = [f"{number:064x}" for number in range(200)]
+
+
+def stored_pool(held: set[int], *, last_only: bool = False, ends: set[int] | None = None) -> StoredPool:
+    """Of a line of pages, those of these numbers are there."""
+
+    def present(pages: set[int], *, trailing: bool) -> Present:
+        return Present(set(NAMES.digests([LINE[n] for n in pages])), trailing=trailing)
+
+    marked = None if ends is None else Ends(NAMES, present(ends, trailing=True))
+    store = present(held, trailing=last_only)
+    return StoredPool(_Pool(), _NoPages(), names=NAMES, store=store, last_only=last_only, ends=marked)
 
 
 # ---- names
@@ -116,29 +126,42 @@ def test_what_is_no_page_hash_is_refused(name: str) -> None:
 def test_a_prefix_is_offered_exactly_where_every_pool_allows_it(
     main: int, window: int, everywhere: set[int], windows: set[int], states: set[int]
 ) -> None:
-    digests = [bytes([n]) * 32 for n in range(12)]
-
-    def pool(there: set[int], *, last_only: bool = False) -> StoredPool:
-        return stored_pool({digests[n] for n in there}, last_only=last_only)
-
-    full, swa, mamba = pool(everywhere), pool(windows), pool(states, last_only=True)
-    hit = fold(
-        "kv",
-        main,
-        [
-            SidePool("indexer", Policy.ALL, lambda limit: full.reach(digests[:limit])),
-            SidePool("swa", Policy.TRAILING, lambda limit: swa.longest(digests[:limit], window=window)),
-            SidePool("mamba", Policy.TRAILING, lambda limit: mamba.longest(digests[:limit], window=1)),
-        ],
-        boundaries=MAX_QUESTIONS,
-    )
+    full, mamba = stored_pool(everywhere), stored_pool(states, last_only=True)
     allowed = [
         p
         for p in range(1, main + 1)
         if set(range(p)) <= everywhere and set(range(max(0, p - window), p)) <= windows and p - 1 in states
     ]
-    assert list(hit.boundaries) == allowed
-    assert hit.pages == (allowed[-1] if allowed else 0)
+    for swa in (
+        stored_pool(windows),
+        stored_pool(windows, ends={n for n in windows if n + 1 not in windows}),
+    ):
+        hit = fold(
+            "kv",
+            main,
+            [
+                SidePool("indexer", Policy.ALL, lambda limit: full.reach(LINE[:limit])),
+                SidePool("swa", Policy.TRAILING, partial(_longest, swa, window)),
+                SidePool("mamba", Policy.TRAILING, partial(_longest, mamba, 1)),
+            ],
+            boundaries=MAX_QUESTIONS,
+        )
+        assert list(hit.boundaries) == allowed
+        assert hit.pages == (allowed[-1] if allowed else 0)
+
+
+def _longest(pool: StoredPool, window: int, limit: int) -> int:
+    return pool.longest(LINE[:limit], window=window)
+
+
+def test_runs_of_windows_that_are_far_apart_are_found_in_a_few_questions() -> None:
+    ends = {3, 120}
+    swa = stored_pool({0, 1, 2, 3, 120}, ends=ends)  # of the second run only its last page is left
+    assert swa.longest(LINE, window=3) == 4
+    assert isinstance(swa.store, Present)
+    assert swa.store.asked < 5
+    assert stored_pool({0, 1, 2, 3, 120}).longest(LINE, window=3) == 0  # too far down without the marks
+    assert MAX_CANDIDATES < 120
 
 
 def test_an_engine_of_one_rank_is_told_the_longest_prefix_alone() -> None:

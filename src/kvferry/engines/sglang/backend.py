@@ -27,10 +27,10 @@ from kvferry.config import client_token
 from kvferry.engines.sglang.facts import check_version, engine_facts, pool_facts, shared_by_ranks
 from kvferry.engines.sglang.guard import Guard, guarded
 from kvferry.engines.sglang.hits import MAX_QUESTIONS, Policy, SidePool, fold
-from kvferry.engines.sglang.identity import Identity
+from kvferry.engines.sglang.identity import Identity, PoolFacts
 from kvferry.engines.sglang.keys import PageNames
 from kvferry.engines.sglang.pages import describe
-from kvferry.engines.sglang.pools import Moved, StoredPool
+from kvferry.engines.sglang.pools import Ends, Moved, StoredPool
 from kvferry.engines.sglang.settings import parse_settings
 from kvferry.engines.sglang.stores import PageStore, open_store
 from kvferry.engines.sglang.updates import watch
@@ -39,6 +39,7 @@ from kvferry.errors import MisconfiguredError
 CONNECT_S = 1.0  # waited for at start-up, to say whether there is a node
 MAX_SAMPLES = 4096  # between two questions of SGLang's metrics
 _KV = str(PoolName.KV)
+_WINDOWS = ("swa", "_state")  # how the names of pools end that hold windows of pages
 _log = logging.getLogger("kvferry.sglang")
 
 
@@ -120,7 +121,7 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
             with self._lock:
                 self._pools[name] = added
             if known is not None:
-                known.store.close()
+                known.close()
 
     def _stored(self, name: str, pool: Any) -> StoredPool:
         if not self._page_tokens:
@@ -135,13 +136,18 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
             page_tokens=self._page_tokens,
             last=last_only,
         )
+        names, store = self._open(facts)
+        ends = Ends(*self._open(facts.ends())) if name.endswith(_WINDOWS) else None
+        return StoredPool(pool, pages, names=names, store=store, last_only=last_only, ends=ends)
+
+    def _open(self, facts: PoolFacts) -> tuple[PageNames, PageStore]:
         info = self._identity.namespace(facts, generation=self._generation)
         config = self._config
         label = Path(config.model_name or "model").name
-        engine = f"sglang:{label}:{os.getpid()}/{config.dp_rank}.{config.pp_rank}.{config.tp_rank}/{name}"
+        rank = f"{config.dp_rank}.{config.pp_rank}.{config.tp_rank}"
+        engine = f"sglang:{label}:{os.getpid()}/{rank}/{facts.name}"
         store = self._open_store(self._settings, info, engine=engine, token=self._token)
-        names = PageNames(self._identity.key, info.namespace)
-        return StoredPool(pool, pages, names=names, store=store, last_only=last_only)
+        return PageNames(self._identity.key, info.namespace), store
 
     # ---- what is there
 
@@ -149,7 +155,7 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many leading pages are there."""
         pool = self._pools[_KV]
-        return pool.reach(pool.digests(keys))
+        return pool.reach(keys)
 
     @guarded(lambda self, keys, pool_transfers=None, extra_info=None: PoolTransferResult.empty())
     def batch_exists_v2(
@@ -160,7 +166,7 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
     ) -> PoolTransferResult:
         """How far a prefix can be restored from all these pools."""
         main = self._pools[_KV]
-        reached = main.reach(main.digests(keys))
+        reached = main.reach(keys)
         others = [
             self._side_pool(transfer, keys)
             for transfer in pool_transfers or ()
@@ -175,15 +181,14 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
         pool = self._pools.get(str(transfer.name))
         if pool is None:
             return SidePool(transfer.name, Policy.ALL, lambda _: 0)
-        digests = pool.digests(keys)
         if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
             window = max(1, len(transfer.keys or ()))
             return SidePool(
                 transfer.name,
                 Policy.TRAILING,
-                lambda limit: pool.longest(digests[:limit], window=window),
+                lambda limit: pool.longest(keys[:limit], window=window),
             )
-        return SidePool(transfer.name, Policy.ALL, lambda limit: pool.reach(digests[:limit]))
+        return SidePool(transfer.name, Policy.ALL, lambda limit: pool.reach(keys[:limit]))
 
     def exists(self, key: str) -> bool:
         """One page."""
@@ -285,7 +290,7 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
             added = self._stored(name, known.pool)
             with self._lock:
                 self._pools[name] = added
-            known.store.close()
+            known.close()
 
     def get_stats(self) -> StorageMetrics | None:
         """Pages per call and GB/s since the last question, for SGLang's histograms."""
@@ -312,4 +317,4 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
         """Idempotent; joins the threads of the connections."""
         self._closed = True
         for pool in self._pools.values():
-            pool.store.close()
+            pool.close()

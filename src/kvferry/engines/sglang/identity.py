@@ -2,11 +2,12 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvferry.client.messages import NamespaceInfo
 from kvferry.engines.checkpoints import local_directory
+from kvferry.engines.sglang.pages import MARKER_BYTES
 from kvferry.engines.sglang.settings import WHERE, BackendSettings
 from kvferry.errors import MisconfiguredError
 from kvferry.identity.domain import DomainKey
@@ -67,6 +68,10 @@ class PoolFacts:
     stage: tuple[int, int]
     shard: str
     trailing: int = 0
+
+    def ends(self) -> "PoolFacts":
+        """Of the markers where its runs of pages end."""
+        return replace(self, name=f"{self.name} ends", shape="marker", page_bytes=MARKER_BYTES, trailing=1)
 
 
 class Identity:

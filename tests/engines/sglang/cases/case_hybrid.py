@@ -81,7 +81,7 @@ def test_states_with_side_states_are_stored_whole(socket: Path, stack: ExitStack
     rig.scramble(there.mamba, 77)
     assert there.get(there.mamba, PoolName.MAMBA, names) == held
     plain = Engine(socket, stack)  # a model without them keeps another kind of page
-    assert plain.storage._pools["mamba"].reach(plain.storage._pools["mamba"].digests(names)) == 0
+    assert plain.storage._pools["mamba"].reach(names) == 0
 
 
 def test_a_hit_ends_where_every_pool_can_go_on(socket: Path, stack: ExitStack) -> None:
@@ -100,6 +100,15 @@ def test_a_hit_ends_where_every_pool_can_go_on(socket: Path, stack: ExitStack) -
     assert hit.extra_pool_hit_pages[PoolName.KV] == 5
     only_states = engine.storage.batch_exists_v2(names, wants[1:])
     assert (only_states.kv_hit_pages, only_states.restorable_prefix_pages) == (5, [5])
+
+
+def test_a_window_far_before_the_end_is_found(socket: Path, stack: ExitStack) -> None:
+    engine = Engine(socket, stack)
+    names = rig.hashes(16)
+    engine.put(engine.kv, PoolName.KV, names)
+    engine.put(engine.swa, PoolName.SWA, names[:2])
+    hit = engine.storage.batch_exists_v2(names, [asked(PoolName.SWA, 2, TRAILING)])
+    assert (hit.kv_hit_pages, hit.extra_pool_hit_pages) == (2, {PoolName.KV: 16, PoolName.SWA: 2})
 
 
 def test_several_ranks_are_told_every_boundary(socket: Path, stack: ExitStack) -> None:
