@@ -323,6 +323,46 @@ def test_other_sizes_for_a_known_namespace_are_refused_and_say_so(
     assert wrong.load(digests(2), Copies().into) == 0
 
 
+WINDOWED = NamespaceInfo(
+    b"test" + b"w" * 12, (PART_BYTES, PART_BYTES, PART_BYTES), 128, "test", trailing=(0, 2, 1)
+)
+
+
+@pytest.fixture
+def windowed(node: Node, stack: ExitStack) -> PrefixStore:
+    return open_store(node.settings.socket_path, stack, WINDOWED)
+
+
+def kept(chunk: int, part: int) -> bool:
+    """Of six chunks: the window's of all but one, the state of two boundaries."""
+    return {0: True, 1: chunk != 2, 2: chunk in (1, 4)}[part]
+
+
+def test_a_load_brings_of_every_part_only_what_its_boundary_needs(node: Node, windowed: PrefixStore) -> None:
+    chunks = digests(6)
+    assert windowed.save([], chunks, filler(chunks), has=kept) == 6
+    assert windowed.match(chunks) == 5
+    copies = Copies()
+    assert windowed.load(chunks, copies.into) == 5
+    assert sorted(copies.parts) == [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1), (4, 0), (4, 1), (4, 2)]
+    assert windowed.statistics().loaded_bytes == 8 * PART_BYTES
+    assert windowed.match(chunks[:4]) == 2
+    assert windowed.load(chunks[:4], Copies().into) == 2
+    at_rest(node)
+
+
+def test_a_load_to_a_boundary_serves_whole_or_not_at_all(node: Node, windowed: PrefixStore) -> None:
+    chunks = digests(6)
+    windowed.save([], chunks, filler(chunks), has=kept)
+    at_rest(node)
+    pool = node._app.state.arena.view(0, POOL_BYTES)
+    pool[bytes(pool).index(content(chunks[3], 1)) + 77] ^= 1
+    assert windowed.load(chunks, Copies().into) == 0
+    assert windowed.statistics().ended == {"corrupt": 1}
+    assert windowed.load(chunks, Copies().into) == 2
+    at_rest(node)
+
+
 def test_one_part_is_enough(tmp_path: Path, stack: ExitStack) -> None:
     node = Node(settings(tmp_path))
     stack.callback(node.close)
