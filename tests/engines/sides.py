@@ -113,7 +113,7 @@ class HostMemory:
     def __init__(self, blocks: int, groups: Sequence[KvGroup] = FULL) -> None:
         blocks += 1
         self.kv: Kv = np.zeros((LAYERS, blocks, BLOCK_BYTES), dtype=np.uint8)
-        self.copiers = [
+        self.copiers: list[CpuBlockCopier | None] = [
             CpuBlockCopier(
                 plan_layout(
                     [
@@ -136,7 +136,8 @@ class HostMemory:
 
     def close(self) -> None:
         for copier in self.copiers:
-            copier.close()
+            if copier is not None:
+                copier.close()
 
 
 class SideFleet:
