@@ -1,6 +1,6 @@
 """The node's state machine finds defects: each of these is planted into the node, and must be found."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -8,11 +8,13 @@ from tests.node.machine_world import CHECKSUMS
 from tests.node.test_node_machine import STEPS, NodeMachine
 from tests.planted import must_find
 
+from kvferry.identity.boundaries import start_of, usable_boundaries
 from kvferry.identity.names import PartKey
-from kvferry.node import saves, search
+from kvferry.node import loads, reach, saves, search
 from kvferry.node.fetches import FetchTable
 from kvferry.node.loading import Loads
 from kvferry.node.loads import LeftOver, Load
+from kvferry.node.lookups import Lookups
 from kvferry.node.saves import Saves
 from kvferry.node.search import Searches
 from kvferry.node.state import FETCHER, WRITER
@@ -132,7 +134,54 @@ def sleep_through_a_change(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Loads, "room_changed", lambda self: None)
 
 
+def offer_a_boundary_without_its_state(patch: pytest.MonkeyPatch) -> None:
+    """As if a boundary needed nothing but what every chunk has."""
+
+    def careless(chunks: int, missing: Mapping[int, Sequence[int]]) -> bytearray:
+        return usable_boundaries(chunks, {0: missing.get(0, ())})
+
+    patch.setattr(reach, "usable_boundaries", careless)
+
+
+def offer_less_than_could_be_loaded(patch: pytest.MonkeyPatch) -> None:
+    """Where parts are needed of some chunks only, the largest boundary is left out."""
+
+    def modest(chunks: int, missing: Mapping[int, Sequence[int]]) -> bytearray:
+        usable = usable_boundaries(chunks, missing)
+        if len(missing) > 1 and usable.rfind(1):
+            usable[usable.rfind(1)] = 0
+        return usable
+
+    patch.setattr(reach, "usable_boundaries", modest)
+
+
+def keep_the_head_of_a_load_that_broke_off(patch: pytest.MonkeyPatch) -> None:
+    """It ends at a boundary for which no window or state was loaded."""
+    cut = Load.cut
+
+    def lenient(self: Load, position: int, reason: Reason) -> LeftOver:
+        self._whole_only = False
+        return cut(self, position, reason)
+
+    patch.setattr(Load, "cut", lenient)
+
+
+def load_a_window_from_one_chunk_too_late(patch: pytest.MonkeyPatch) -> None:
+    """Its first chunk is taken for one that is not needed."""
+    patch.setattr(loads, "start_of", lambda number, boundary: start_of(number, boundary) + (number > 1))
+
+
+def keep_what_memorys_boundary_needed(patch: pytest.MonkeyPatch) -> None:
+    """Though the tier leads to a later one, which needs others."""
+    patch.setattr(Lookups, "_unpin", lambda self, lookup, boundary: None)
+
+
 PLANTED: tuple[Plant, ...] = (
+    offer_a_boundary_without_its_state,
+    offer_less_than_could_be_loaded,
+    keep_the_head_of_a_load_that_broke_off,
+    load_a_window_from_one_chunk_too_late,
+    keep_what_memorys_boundary_needed,
     publish_before_the_fetch_has_ended,
     give_a_cancelled_fetchs_slot_away,
     forget_that_a_lost_engine_may_still_write,

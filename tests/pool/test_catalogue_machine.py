@@ -17,7 +17,8 @@ pytestmark = pytest.mark.long
 PAGE = 4096
 SLAB = 4 * PAGE
 POOL = 5 * SLAB
-SPACES = {b"a" * 16: (PAGE, 2 * PAGE), b"b" * 16: (3 * PAGE - 5,), b"c" * 16: (5 * PAGE,)}
+SPACES = {b"a" * 16: (PAGE, 2 * PAGE), b"b" * 16: (3 * PAGE - 5,), b"c" * 16: (PAGE - 9, PAGE, 5 * PAGE)}
+TRAILING = {b"c" * 16: (0, 2, 1)}  # which chunks a boundary needs of each part; of others all
 DIGESTS = [bytes([index]) * 32 for index in range(7)]
 KEYS = [
     PartKey(space, digest, part)
@@ -30,6 +31,12 @@ owners = st.integers(1, 3)
 prefixes = st.lists(st.sampled_from(DIGESTS), unique=True, max_size=len(DIGESTS))
 
 
+def is_needed(space: bytes, part: int, *, before: int) -> bool:
+    """Whether a boundary needs that part of the chunk that many chunks before it."""
+    trailing = TRAILING[space][part] if space in TRAILING else 0
+    return before > 0 and (not trailing or before <= trailing)
+
+
 class CatalogueMachine(RuleBasedStateMachine):
     """Every slot given out is written with its own marker; a pinned slot must keep it."""
 
@@ -37,7 +44,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         super().__init__()
         self.catalogue = Catalogue(SlotAllocator(POOL, SLAB))
         for space, sizes in SPACES.items():
-            self.catalogue.register(space, sizes, "default")
+            self.catalogue.register(space, sizes, "default", trailing=TRAILING.get(space, ()))
         self.memory = bytearray(POOL)
         self.serial = 0
         self.ready: dict[PartKey, bytes] = {}  # visible content
@@ -121,11 +128,13 @@ class CatalogueMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(list(self.filling)))
         self.commit(key, self.filling[key][0])
 
-    @rule(space=st.sampled_from(list(SPACES)), prefix=prefixes, owner=owners)
-    def store(self, space: bytes, prefix: list[bytes], owner: int) -> None:
-        """As engines do: whole chunks."""
-        for digest in prefix:
+    @rule(space=st.sampled_from(list(SPACES)), prefix=prefixes, owner=owners, sparse=st.booleans())
+    def store(self, space: bytes, prefix: list[bytes], owner: int, sparse: bool) -> None:
+        """As engines do: whole chunks. sparse: only what a boundary after them needs."""
+        for at, digest in enumerate(prefix):
             for part in range(len(SPACES[space])):
+                if sparse and not is_needed(space, part, before=len(prefix) - at):
+                    continue
                 key = PartKey(space, digest, part)
                 self.reserve(key, owner, 0)
                 if key in self.filling and key not in self.doomed:
@@ -229,15 +238,26 @@ class CatalogueMachine(RuleBasedStateMachine):
     def touch(self, space: bytes, prefix: list[bytes]) -> None:
         self.stamp(self.catalogue.touch(space, prefix), space, prefix)
 
-    @rule(space=st.sampled_from(list(SPACES)), prefix=prefixes)
-    def refresh(self, space: bytes, prefix: list[bytes]) -> None:
-        self.stamp(self.catalogue.refresh(space, prefix), space, prefix)
+    @rule(space=st.sampled_from(list(SPACES)), prefix=prefixes, new=st.sampled_from([0, 0, 1, 9]))
+    def refresh(self, space: bytes, prefix: list[bytes], new: int) -> None:
+        new = min(new, len(prefix))
+        self.stamp(self.catalogue.refresh(space, prefix, new=new), space, prefix, new=new)
 
-    def stamp(self, mark: int, space: bytes, prefix: list[bytes]) -> None:
-        """What is visible of a prefix has been stamped since that mark."""
+    def stamp(self, mark: int, space: bytes, prefix: list[bytes], *, new: int = 0) -> None:
+        """What is visible of a prefix, and needed after it, has been stamped since that mark; nothing else.
+
+        Or after one of the last ``new`` chunks of it, or before them.
+        """
         self.marks.append(mark)
-        for key in self.ready:
-            if key.namespace == space and key.chunk in prefix:
+        for key, entry in ((key, self.catalogue._find(key)) for key in self.ready):
+            named = key.namespace == space and key.chunk in prefix
+            before = len(prefix) - prefix.index(key.chunk) if named else 0
+            needed = named and any(
+                is_needed(space, key.part, before=before - shorter) for shorter in range(new + 1)
+            )
+            assert entry is not None
+            assert (entry.stamp >= mark) == needed
+            if needed:
                 self.stamps[key] = len(self.marks)
 
     @rule(space=st.sampled_from([None, *SPACES]))
@@ -287,14 +307,14 @@ class CatalogueMachine(RuleBasedStateMachine):
                 assert state is EntryState.ABSENT
 
     @invariant()
-    def a_run_is_the_longest_contiguous_prefix(self) -> None:
+    def the_gaps_are_what_is_missing(self) -> None:
         for space, sizes in SPACES.items():
-            expected = 0
-            for digest in DIGESTS:
-                if not all(PartKey(space, digest, part) in self.ready for part in range(len(sizes))):
-                    break
-                expected += 1
-            assert self.catalogue.run(space, DIGESTS) == expected
+            lacking = [
+                tuple(part for part in range(len(sizes)) if PartKey(space, digest, part) not in self.ready)
+                for digest in DIGESTS
+            ]
+            expected = [(at, parts) for at, parts in enumerate(lacking) if parts]
+            assert list(self.catalogue.gaps(space, DIGESTS)) == expected
 
     def teardown(self) -> None:
         for owner in range(1, 4):

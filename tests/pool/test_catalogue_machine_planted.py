@@ -1,6 +1,6 @@
 """The pool's state machine finds defects: each of these is planted into the catalogue, and must be found."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ from tests.pool.test_catalogue_machine import STEPS, CatalogueMachine
 
 from kvferry.identity.names import PartKey
 from kvferry.pool.catalogue import Catalogue
-from kvferry.pool.entries import Slot
+from kvferry.pool.entries import Entry, Gap, Namespace, Slot
 from kvferry.pool.policy import EvictionPolicy, RecencyQueue
 from kvferry.pool.slots import SlotAllocator
 
@@ -121,7 +121,29 @@ def forget_that_a_slot_is_in_use(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SlotAllocator, "alloc", again)
 
 
+def keep_windows_warm_that_nothing_needs(patch: pytest.MonkeyPatch) -> None:
+    """A use of a prefix counts for all that is held of it."""
+    needed = Namespace.needed
+
+    def generous(self: Namespace, chunks: Sequence[bytes], *, ends: int = 0) -> Iterator[Entry]:
+        return needed(self, chunks, ends=ends + 1)
+
+    patch.setattr(Namespace, "needed", generous)
+
+
+def miss_a_gap_that_only_a_state_leaves(patch: pytest.MonkeyPatch) -> None:
+    """As if a chunk were whole with what every chunk needs."""
+    gaps = Namespace.gaps
+
+    def careless(self: Namespace, chunks: Sequence[bytes]) -> Iterator[Gap]:
+        return (gap for gap in gaps(self, chunks) if gap.parts != (2,))
+
+    patch.setattr(Namespace, "gaps", careless)
+
+
 PLANTED: tuple[Plant, ...] = (
+    keep_windows_warm_that_nothing_needs,
+    miss_a_gap_that_only_a_state_leaves,
     forget_a_pin_when_an_owner_dies,
     let_a_retired_slot_be_reserved,
     free_what_is_unlinked_while_it_is_pinned,
