@@ -16,7 +16,7 @@ from kvferry.engines.checkpoints import local_directory
 from kvferry.engines.planning import ChunkGeometry
 from kvferry.engines.vllm.companions import draft_settings, encoder_settings
 from kvferry.engines.vllm.groups import kv_groups
-from kvferry.engines.vllm.messages import Assignment, WorkerFacts, WorkerPart
+from kvferry.engines.vllm.messages import Assignment, GroupFacts, WorkerFacts, WorkerPart
 from kvferry.engines.vllm.settings import ConnectorSettings
 from kvferry.errors import MisconfiguredError, RefusedError
 from kvferry.identity.domain import DomainKey
@@ -85,7 +85,7 @@ def assign(
                 group,
                 stages=tuple(stage.groups[at].layers for stage in stages),
                 block_bytes=tuple(stage.groups[at].block_bytes for stage in stages),
-                kv_heads=stages[0].groups[at].kv_heads,
+                kv_heads=_kv_heads([stage.groups[at] for stage in stages]),
             )
             for at, group in enumerate(chunks.groups)
         ),
@@ -142,12 +142,16 @@ def _agreeing_stages(stages: Sequence[WorkerFacts]) -> None:
     for number, other in enumerate(stages):
         if other.pipeline_rank != number:
             raise MisconfiguredError(f"rank {other.rank} describes stage {other.pipeline_rank}, not {number}")
-        heads = [[group.kv_heads for group in stage.groups] for stage in (stages[0], other)]
-        if heads[0] != heads[1] or (other.packing, other.device) != (stages[0].packing, stages[0].device):
+        if (other.packing, other.device) != (stages[0].packing, stages[0].device):
             raise MisconfiguredError(
-                f"pipeline stages {stages[0].pipeline_rank} and {other.pipeline_rank} keep KV differently: "
-                f"{stages[0].packing}, heads {heads[0]} and {other.packing}, heads {heads[1]}"
+                f"pipeline stages 0 and {number} keep KV differently: {stages[0].packing} and {other.packing}"
             )
+
+
+def _kv_heads(stages: Sequence[GroupFacts]) -> int:
+    """Where stages have layers of unlike heads, every rank keeps a part of its own."""
+    found = {group.kv_heads for group in stages if group.layers}
+    return found.pop() if len(found) == 1 else 0
 
 
 def layout_text(stages: Sequence[WorkerFacts]) -> str:
