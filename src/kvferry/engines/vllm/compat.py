@@ -99,8 +99,6 @@ def unsupported_by_config(config: "VllmConfig") -> str | None:
 
 def _by_parallelism(config: "VllmConfig") -> str | None:
     parallel = config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        return f"pipeline parallelism ({parallel.pipeline_parallel_size} stages)"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism"
     if parallel.nnodes > 1:
