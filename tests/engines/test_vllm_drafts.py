@@ -6,6 +6,7 @@ blocks hold the computed bytes again, and that as much is reused as with a hit o
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.engines.vllm_engines import Engine, NodeProcess
@@ -19,7 +20,7 @@ DRAFTS = 2
 
 @pytest.fixture(scope="module")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_models(tmp_path_factory.mktemp("drafts"), "draft", "eagle")
+    return make_models(tmp_path_factory.mktemp("drafts"), "draft", "eagle", "mtp")
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +31,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     process.close()
 
 
-@pytest.fixture(
-    scope="module", params=[("eagle", "eagle"), ("draft_model", "draft")], ids=lambda kind: kind[0]
-)
+@pytest.fixture(scope="module", params=["eagle", "draft_model", "mtp"])
 def engine(
     request: pytest.FixtureRequest,
     node: NodeProcess,
@@ -40,14 +39,14 @@ def engine(
     drafts: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Engine]:
-    method, name = request.param
-    speculative = {"method": method, "model": str(drafts / name), "num_speculative_tokens": DRAFTS}
+    method, model = request.param, models / "llama"
+    speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": DRAFTS}
+    if method == "mtp":  # whose one head is in the model's own checkpoint
+        model, speculative["num_speculative_tokens"] = drafts / "mtp", 1
+    else:
+        speculative["model"] = str(drafts / method.removesuffix("_model"))
     started = life_engine(
-        method,
-        models / "llama",
-        node,
-        tmp_path_factory.mktemp("engine"),
-        speculative_config=speculative,
+        method, model, node, tmp_path_factory.mktemp("engine"), speculative_config=speculative
     )
     try:
         yield started.ready()

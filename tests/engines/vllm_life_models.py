@@ -76,6 +76,41 @@ def eagle(directory: Path) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
+def mtp(directory: Path) -> None:
+    """A model with a head of its own for drafts, in one checkpoint; no experts."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
+
+    config = Ernie4_5_MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=512,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=4096,
+        moe_num_experts=2,
+        moe_k=1,
+        moe_layer_start_index=LAYERS,
+        moe_layer_end_index=LAYERS,
+        tie_word_embeddings=False,
+        num_nextn_predict_layers=1,
+    )
+    _save(Ernie4_5_MoeForCausalLM, config, directory, seed=7)
+    path, layer = str(directory / "model.safetensors"), "model.layers.0."
+    tensors = load_file(path)
+    head = {
+        name.replace(layer, "model.mtp_block.0."): tensor.clone()
+        for name, tensor in tensors.items()
+        if name.startswith(layer)
+    }
+    head["model.mtp_linear_proj.0.weight"] = torch.randn(HIDDEN, 2 * HIDDEN, dtype=torch.bfloat16) / 16
+    for norm in ("mtp_emb_norm", "mtp_hidden_norm"):
+        head[f"model.{norm}.0.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
+    save_file(tensors | head, path, metadata={"format": "pt"})
+
+
 def _tokenizer() -> Any:
     """Words ``t6`` to ``t1023`` are tokens 6 to 1023."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -140,6 +175,7 @@ MODELS: dict[str, Callable[[Path], None]] = {
     "other_llama": other_llama,
     "draft": draft,
     "eagle": eagle,
+    "mtp": mtp,
     "listener": listener,
 }
 
