@@ -1,7 +1,7 @@
 """``kvferry bench lmcache``: LMCache's own ``bench l2`` over its Valkey adapters and over ours, in turn.
 
-Every turn runs ``lmcache bench l2 --no-skip-verify`` once per arm, each in a process of its own against the
-same emptied server. A figure is the median over turns of the median round that LMCache reports; a ratio is
+Every turn runs ``lmcache bench l2 --no-skip-verify`` once per arm, each in a process of its own against a
+server of its own. A figure is the median over turns of the median round that LMCache reports; a ratio is
 the median of the turns' own ratios, shown with its quartiles.
 """
 
@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,19 +86,24 @@ def _resp(port: int, **extra: int) -> dict[str, Any]:
     return {"type": "resp", "host": "127.0.0.1", "port": port, **extra}
 
 
+def _ours(port: int, **params: int) -> dict[str, Any]:
+    return {
+        "type": "plugin",
+        "module_path": "kvferry.engines.lmcache.adapter",
+        "class_name": "KvferryL2Adapter",
+        "adapter_params": {"valkey": f"valkey://127.0.0.1:{port}", **params},
+    }
+
+
 ARMS = (
-    Arm(
-        OURS,
-        lambda port: {
-            "type": "plugin",
-            "module_path": "kvferry.engines.lmcache.adapter",
-            "class_name": "KvferryL2Adapter",
-            "adapter_params": {"valkey": f"valkey://127.0.0.1:{port}"},
-        },
-    ),
+    Arm(OURS, _ours),
     Arm("resp", _resp),
     Arm("resp-2", lambda port: _resp(port, num_workers=2)),
     Arm("valkey", lambda port: {"type": "valkey", "startup_nodes": f"127.0.0.1:{port}"}, needs="glide_sync"),
+)
+# For tuning: another number of connections than the default.
+VARIANTS = tuple(
+    Arm(f"{OURS}-{n}", partial(_ours, fetch_connections=n, store_connections=n)) for n in (1, 2, 3, 4)
 )
 
 
@@ -111,7 +117,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--data-kib", DATA_KIB, "KiB per object"),
     ):
         parser.add_argument(flag, type=int, default=default, metavar="N", help=f"{what} (default {default})")
-    parser.add_argument("--arms", default=names, metavar="ARM,...", help=f"some of {names}")
+    variants = f"{VARIANTS[0].name} to {VARIANTS[-1].name}"
+    parser.add_argument(
+        "--arms",
+        default=names,
+        metavar="ARM,...",
+        help=f"some of {names}, or {variants} for so many connections each way",
+    )
     parser.add_argument("--json", action="store_true", help="figures as JSON on stdout")
 
 
@@ -126,7 +138,7 @@ def main(args: argparse.Namespace) -> int:
         if not 1 <= number <= highest:
             raise MisconfiguredError(f"{flag} {number}: between 1 and {highest}")
     chosen = args.arms.split(",")
-    known = {arm.name: arm for arm in ARMS}
+    known = {arm.name: arm for arm in (*ARMS, *VARIANTS)}
     for name in chosen:
         if name not in known:
             raise MisconfiguredError(f"--arms {name!r}: arms are {', '.join(known)}")
@@ -155,28 +167,30 @@ def run(report: Report, arms: Sequence[Arm], *, progress: Progress = lambda line
             report.not_measured[arm.name] = f"{arm.needs} is not installed"
         else:
             ready.append(arm)
-    stored_bytes = (report.rounds + WARMUP_ROUNDS) * report.keys * report.data_kib << 10
-    room = max(int(stored_bytes * SERVER_ROOM), 64 << 20)
     runs: dict[str, list[Run]] = {arm.name: [] for arm in ready}
-    with running_server("--maxmemory", str(room), "--maxmemory-policy", "allkeys-lru") as server:
-        report.server = _version(server)
-        for turn in range(report.turns):
-            for arm in ready if turn % 2 else reversed(ready):
-                found = _measure(arm, server, report)
-                runs[arm.name].append(found)
-                progress(
-                    f"turn {turn + 1}/{report.turns} {arm.name}: "
-                    f"load {found.load_gb_s:.2f}, store {found.store_gb_s:.2f} GB/s"
-                )
+    for turn in range(report.turns):
+        for arm in ready if turn % 2 else reversed(ready):
+            found = _measure(arm, report)
+            runs[arm.name].append(found)
+            progress(
+                f"turn {turn + 1}/{report.turns} {arm.name}: "
+                f"load {found.load_gb_s:.2f}, store {found.store_gb_s:.2f} GB/s"
+            )
     report.operations = [
         _compared("load", {name: [one.load_gb_s for one in of] for name, of in runs.items()}),
         _compared("store", {name: [one.store_gb_s for one in of] for name, of in runs.items()}),
     ]
 
 
-def _measure(arm: Arm, server: Server, report: Report) -> Run:
-    server.ask("FLUSHALL", "SYNC")
-    with tempfile.TemporaryDirectory(prefix="kvferry-bench-") as directory:
+def _measure(arm: Arm, report: Report) -> Run:
+    """On a server of its own, so that no run meets what another has left."""
+    stored_bytes = (report.rounds + WARMUP_ROUNDS) * report.keys * report.data_kib << 10
+    room = max(int(stored_bytes * SERVER_ROOM), 64 << 20)
+    with (
+        running_server("--maxmemory", str(room), "--maxmemory-policy", "allkeys-lru") as server,
+        tempfile.TemporaryDirectory(prefix="kvferry-bench-") as directory,
+    ):
+        report.server = report.server or _version(server)
         result = Path(directory) / "result.json"
         command = [sys.executable, "-m", "lmcache.cli.main", "bench", "l2", "--no-skip-verify"]
         command += ["--l2-adapter", json.dumps(arm.adapter(server.port)), "--num-keys", str(report.keys)]
@@ -232,14 +246,14 @@ def render(report: Report) -> str:
         f"{report.server}, {report.turns} turns of {report.rounds} rounds of {report.keys} x "
         f"{report.data_kib / 1024:g} MiB, one machine, loopback",
         "",
-        f"{'GB/s':8}{'':>10}{OURS:>10}{'ratio':>8}{'quartiles':>14}{'wanted':>8}",
+        f"{'GB/s':6}{'':>16}{OURS:>10}{'ratio':>8}{'quartiles':>14}{'wanted':>8}",
     ]
     for row in report.operations:
         for peer, ratio in row.ratio.items():
             wanted = WANTED_LOAD.get(peer, 1.0) if row.operation == "load" else WANTED_STORE
             low, high = row.quartiles[peer]
             lines.append(
-                f"{row.operation:6}{peer:>7}{row.gb_s[peer]:>5.2f}{row.gb_s[OURS]:>10.2f}{ratio:>8.2f}"
+                f"{row.operation:6}{peer:>10}{row.gb_s[peer]:>6.2f}{row.gb_s[OURS]:>10.2f}{ratio:>8.2f}"
                 f"{f'{low:.2f}-{high:.2f}':>14}{wanted:>8.2f}" + ("" if ratio >= wanted else "  short")
             )
     lines += [f"{arm}: not measured: {why}" for arm, why in report.not_measured.items()]

@@ -3,6 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvferry.engines.lmcache.settings import AdapterSettings
 from kvferry.errors import MisconfiguredError
@@ -20,15 +21,16 @@ _log = logging.getLogger("kvferry.lmcache")
 def connect(settings: AdapterSettings) -> Tier:
     """Bounded by a few seconds. Raises MisconfiguredError, UnreachableServersError where nobody answers."""
     keys = settings.encryption_keys
-    chosen = {
-        name: count
-        for name in ("fetch_connections", "store_connections")
-        if (count := getattr(settings, name)) is not None
-    }
     protection = Checksums() if keys is None else Sealed(keys)
-    return ValkeyTier.connect(
-        ValkeySettings(settings.valkey, protection=protection, client_name="kvferry-lmcache", **chosen)
+    chosen = ValkeySettings(
+        settings.valkey,
+        protection=protection,
+        client_name="kvferry-lmcache",
+        store_connections=settings.store_connections,
     )
+    if settings.fetch_connections is not None:
+        chosen = replace(chosen, fetch_connections=settings.fetch_connections)
+    return ValkeyTier.connect(chosen)
 
 
 class Link:

@@ -23,6 +23,7 @@ DEFAULT_LOAD_MS = 5_000
 DEFAULT_STORE_MS = 30_000
 MAX_MS = 600_000
 MAX_CONNECTIONS = 16
+DEFAULT_STORE_CONNECTIONS = 2
 MAX_CAPACITY_GB = 1 << 30
 _WHERE = "--l2-adapter: adapter_params"
 
@@ -32,7 +33,8 @@ class AdapterSettings:
     """valkey: the servers, with the password. domain, domain_key_file: the trust domain and its key.
 
     encryption_keys: for what is stored; None: it is stored as it is. lookup_s, load_s, store_s: longest that
-    a task may take. fetch_connections, store_connections: per shard; None: the tier's default.
+    a task may take. fetch_connections, store_connections: per shard; None: the tier's default. Two store by
+    default, so that one sends while the other computes a checksum.
     serde: LMCache's ``serde`` of this adapter as canonical text; empty: none. weights: tells apart models of
     one name. capacity_bytes: what LMCache's own eviction may count on; 0: Valkey evicts.
     """
@@ -45,7 +47,7 @@ class AdapterSettings:
     load_s: float = DEFAULT_LOAD_MS / 1000
     store_s: float = DEFAULT_STORE_MS / 1000
     fetch_connections: int | None = None
-    store_connections: int | None = None
+    store_connections: int = DEFAULT_STORE_CONNECTIONS
     serde: str = ""
     weights: str = ""
     capacity_bytes: int = 0
