@@ -8,9 +8,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.node.fleet import (
+    LOOKUP_WAIT_S,
     NAMESPACE,
     PART_BYTES,
     POOL_BYTES,
@@ -60,12 +62,23 @@ def filler(chunks: list[bytes]) -> Callable[[int, int, memoryview], None]:
 
 
 def open_store(
-    socket_path: Path, stack: ExitStack, namespace: NamespaceInfo = TWO_PARTS, *, connected: bool = True
+    socket_path: Path,
+    stack: ExitStack,
+    namespace: NamespaceInfo = TWO_PARTS,
+    *,
+    connected: bool = True,
+    answer_s: float = LOOKUP_WAIT_S,
 ) -> PrefixStore:
-    store = PrefixStore(socket_path=socket_path, engine="store", namespace=namespace)
+    store = PrefixStore(socket_path=socket_path, engine="store", namespace=namespace, answer_s=answer_s)
     stack.callback(store.close)
     assert not connected or store.wait_connected(WAIT_S)
     return store
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No reservation fails for a busy host."""
+    monkeypatch.setattr("kvferry.client.copying.RESERVE_S", LOOKUP_WAIT_S)
 
 
 @pytest.fixture
@@ -214,7 +227,7 @@ def test_a_stopped_node_costs_the_call_that_meets_it_its_bound(
     tmp_path: Path, stack: ExitStack, node_process: NodeStarter
 ) -> None:
     process = node_process()
-    store = open_store(tmp_path / "node.sock", stack)
+    store = open_store(tmp_path / "node.sock", stack, answer_s=0.25)
     chunks = digests(3)
     assert store.save([], chunks, filler(chunks)) == 3
     process.signal(signal.SIGSTOP)
@@ -321,6 +334,42 @@ def test_other_sizes_for_a_known_namespace_are_refused_and_say_so(
     wrong = open_store(node.settings.socket_path, stack, other, connected=False)
     eventually(lambda: "other sizes" in wrong.last_error, "the reason")
     assert wrong.load(digests(2), Copies().into) == 0
+
+
+def test_a_slow_copy_of_one_part_is_no_stall_of_another(
+    node: Node, tier: MemoryTier, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead_s = 0.0
+    store = PrefixStore(
+        socket_path=node.settings.socket_path,
+        engine="store",
+        namespace=TWO_PARTS,
+        answer_s=LOOKUP_WAIT_S,
+        clock=lambda: time.monotonic() + ahead_s,
+    )
+    stack.callback(store.close)
+    assert store.wait_connected(WAIT_S)
+    chunks = digests(1)
+    store.save([], chunks, filler(chunks), has=lambda chunk, part: part == 0)
+    at_rest(node)
+    fill_tier(tier, chunks, TWO_PARTS)
+    fetch = tier.fetch
+
+    def held_fetch(*given: Any, **options: Any) -> Any:
+        tier.hold()
+        return fetch(*given, **options)
+
+    monkeypatch.setattr(tier, "fetch", held_fetch)
+    copies = Copies()
+
+    def into(chunk: int, part: int, view: memoryview) -> None:
+        nonlocal ahead_s
+        copies.into(chunk, part, view)
+        ahead_s += 3.0  # more than a stall timeout, less than a deadline
+        tier.release()
+
+    assert store.load(chunks, into) == 1
+    copies.are_exact(chunks, 1)
 
 
 WINDOWED = NamespaceInfo(

@@ -11,6 +11,7 @@ from kvferry.errors import MisconfiguredError, RefusedError
 pytestmark = pytest.mark.engine
 
 POOL = "64MiB"
+PATIENCE_S = 30.0  # no call fails for a busy host
 CHUNK = 32
 PROMPT = 3 * CHUNK + 5
 
@@ -24,11 +25,13 @@ def kit() -> Any:
 
 
 @pytest.fixture
-def open_cache(stack: ExitStack) -> Callable[..., Any]:
+def open_cache(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Opens a prefix cache that the test closes; all of a test share one pool."""
     from kvferry.engines.transformers import PrefixCache
     from kvferry.local import LocalNode
 
+    monkeypatch.setattr("kvferry.engines.transformers.prefix.ANSWER_S", PATIENCE_S)
+    monkeypatch.setattr("kvferry.client.copying.RESERVE_S", PATIENCE_S)
     local = LocalNode(pool=POOL)
     stack.callback(local.close)
 

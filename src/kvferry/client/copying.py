@@ -32,21 +32,21 @@ class LoadCopy:
         self._answer = answer
         self._last = answer.first_chunk + answer.count
         self._next: dict[int, int] = {}  # of parts that go on, the chunk that comes next
+        self._streams: dict[int, LoadStream] = {}
         self._end = LoadEnd(Reason.COMPLETE, self._last)
 
     def run(self, worker: WorkerClient, parts: Sequence[int], into: Into) -> tuple[int, Reason]:
         """Whole leading chunks, and why there are no more of those that were promised."""
         with ExitStack() as opened:
-            streams: dict[int, LoadStream] = {}
             for part in parts:
-                stream = streams[part] = worker.load(self._answer.ticket(part))
+                stream = self._streams[part] = worker.load(self._answer.ticket(part))
                 opened.callback(stream.close)
                 self._next[part] = stream.ticket.first_chunk
             while self._next:
-                took = [self._take(streams[part], into, wait_s=0.0) for part in list(self._next)]
+                took = [self._take(self._streams[part], into, wait_s=0.0) for part in list(self._next)]
                 if not any(took):
                     behind = min(self._next, key=self._next.__getitem__)  # which the node serves first
-                    self._take(streams[behind], into, wait_s=PART_WAIT_S)
+                    self._take(self._streams[behind], into, wait_s=PART_WAIT_S)
         whole = self._end.chunk - self._answer.first_chunk
         if whole < self._answer.count and self._answer.all_or_nothing:
             whole = 0
@@ -72,6 +72,8 @@ class LoadCopy:
         else:
             stream.corrupt(ready.index)
             self._ended(stream, LoadEnd(Reason.CORRUPT, ready.index))
+        for part in self._next:
+            self._streams[part].resumed()
 
     def _ended(self, stream: LoadStream, end: LoadEnd) -> None:
         """One part ends there; the first end of all decides."""

@@ -1,7 +1,7 @@
 """A small blocking client: match, load and save, for engines that call from threads of their own.
 
-Any thread may call. A call takes a bounded time: it waits for the node's answer (``SchedulerClient``),
-for the load's deadline (the node's, at most ``deadline_s``) and its stall timeout, or for reservations
+Any thread may call. A call takes a bounded time: it waits for the node's answer (``answer_s``), for the
+load's deadline (the node's, at most ``deadline_s``) and its stall timeout, or for reservations
 (``copying.RESERVE_S`` each); what the callbacks take comes on top. A node that is lost, silent or full costs
 no exception: the call returns less, and ``statistics`` says why.
 """
@@ -20,6 +20,7 @@ from kvferry.client.messages import LookupAnswer, LookupRequest, NamespaceInfo, 
 from kvferry.client.scheduler import SchedulerClient
 from kvferry.client.worker import WorkerClient
 
+ANSWER_S = 0.25
 DEADLINE_S = 10.0
 ASK_AGAIN_S = 0.0005
 BATCH_BYTES = 64 << 20  # reserved at a time
@@ -63,10 +64,13 @@ class PrefixStore:
         namespace: NamespaceInfo,
         token: str = "",
         group: int | None = None,
+        answer_s: float = ANSWER_S,
         deadline_s: float = DEADLINE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """engine: names this process to people. deadline_s: of a load; the node's setting if that is less."""
+        """engine: names this process to people. answer_s: how long a match or load waits for the node's
+        answer. deadline_s: of a load; the node's setting if that is less.
+        """
         self._namespace = namespace
         self._parts = [part for part, nbytes in enumerate(namespace.part_bytes) if nbytes]
         self._deadline_s = deadline_s
@@ -80,7 +84,13 @@ class PrefixStore:
         self._ended: Counter[str] = Counter()
         self._declined: Counter[str] = Counter()
         self._scheduler = SchedulerClient(
-            socket_path=socket_path, engine=engine, namespace=namespace, token=token, group=group, clock=clock
+            socket_path=socket_path,
+            engine=engine,
+            namespace=namespace,
+            lookup_wait_s=answer_s,
+            token=token,
+            group=group,
+            clock=clock,
         )
         self._worker = WorkerClient(
             socket_path=socket_path,

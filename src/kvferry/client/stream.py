@@ -99,6 +99,11 @@ class LoadStream:
             if len(self._copied) >= COPIED_BATCH:
                 self._flush()
 
+    def resumed(self) -> None:
+        """Its reader was busy with another part: what did not arrive meanwhile has not stalled."""
+        with self._changed:
+            self._progress = self._clock()
+
     def corrupt(self, index: int) -> None:
         """The copy's checksums did not match: the part is removed everywhere, the stream ends there."""
         with self._changed:

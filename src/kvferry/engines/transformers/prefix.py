@@ -34,6 +34,7 @@ from kvferry.local import LocalNode
 
 DEFAULT_DOMAIN = "default"
 LOCAL_WAIT_S = 10.0
+ANSWER_S = 1.0  # a prompt that is computed takes longer than most answers
 
 log = logging.getLogger("kvferry.transformers")
 
@@ -119,6 +120,7 @@ class PrefixCache:
                 namespace=self._namespace,
                 token="" if pool is not None else client_token(token_file),
                 group=None if pool is not None else client_group(),
+                answer_s=ANSWER_S,
             )
             undo.callback(self._store.close)
             if pool is not None:
