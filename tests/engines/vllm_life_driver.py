@@ -10,6 +10,8 @@ VERBS = ("generate_n", "beams", "listen", "forget_sounds", "embeds", "sleep", "r
 
 
 RATE = 16_000
+PROMISE = "lossy_blocks"
+"""The key in ``kv_transfer_params`` that ``other_connector`` listens to."""
 
 
 def sound(seed: int, seconds: float) -> Any:
