@@ -18,6 +18,7 @@ from kvferry.identity.names import NAMESPACE_BYTES
 DOMAIN = "chaos"
 CHUNK_TOKENS = 16
 PART_BYTES = (512 << 10, 48 << 10)  # two stripes, and one: a part of each kind
+STATES = (0, 1)  # trailing numbers where the second part is a state: it exists at the end of a turn only
 SYSTEM_TEXTS = 3
 SYSTEM_CHUNKS = 4
 TURN_CHUNKS = 2
@@ -39,9 +40,15 @@ class Prompt:
 
 
 def namespace_of(seed: int) -> NamespaceInfo:
-    """The namespace of one run."""
+    """The namespace of one run. Of even seeds a prefix ends at a state; of odd ones anywhere."""
     name = blake2b(f"kvferry bench chaos {seed}".encode(), digest_size=NAMESPACE_BYTES).digest()
-    return NamespaceInfo(name, PART_BYTES, CHUNK_TOKENS, DOMAIN, "chaos")
+    trailing = () if seed % 2 else STATES
+    return NamespaceInfo(name, PART_BYTES, CHUNK_TOKENS, DOMAIN, "chaos", trailing)
+
+
+def is_stored(namespace: NamespaceInfo, part: int, at: int) -> bool:
+    """Whether an engine has that part of the chunk at that position to store."""
+    return not (namespace.trailing and namespace.trailing[part]) or (at + 1) % TURN_CHUNKS == 0
 
 
 class Contents:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvferry.bench.chaos.contents import CHUNK_TOKENS, MAX_CHUNKS, PART_BYTES, Prompt
+from kvferry.bench.chaos.contents import CHUNK_TOKENS, MAX_CHUNKS, PART_BYTES, Prompt, is_stored
 from kvferry.bench.chaos.journal import Kind
 from kvferry.bench.chaos.rig import HANG_S, LOOKUP_WAIT_S, Engine, EngineSettings
 from kvferry.client.messages import LookupAnswer, LookupRequest, Prefill
@@ -44,6 +44,7 @@ class User:
         self._requests = 0
         self._first_block = number * MAX_CHUNKS
         self._slowest_call = (0.0, 0.0, "")
+        self._held: list[set[int]] = []  # by part, the chunks of this request whose bytes are there
 
     def run(self) -> None:
         """Until the engine stops. Anything unforeseen is a defect, and reported."""
@@ -65,6 +66,7 @@ class User:
         self._requests += 1
         self._slowest_call = (0.0, 0.0, "")
         request_id = f"{engine.settings.name}-{os.getpid()}-{self._number}-{self._requests}"
+        self._held = [set() for _ in PART_BYTES]
         for at, digest in enumerate(prompt.digests[:own]):
             self._compute(at, digest)
         answer = self._lookup(request_id, prompt, own)
@@ -75,14 +77,15 @@ class User:
         for at in range(own + loaded, len(prompt.digests)):
             self._compute(at, prompt.digests[at])
         self._store(prompt, own + loaded)
-        for rank in range(len(PART_BYTES)):
-            self._check(prompt, range(len(prompt.digests)), rank, "after the request")
+        for rank, held in enumerate(self._held):
+            self._check(prompt, sorted(held), rank, "after the request")
         took_s, began, name = self._slowest_call
         engine.note(Kind.CALL, name, began, ended=began + took_s, bound_s=1e-9)
 
     def _compute(self, at: int, digest: bytes) -> None:
-        for blocks in self._engine.blocks:
+        for blocks, held in zip(self._engine.blocks, self._held, strict=True):
             blocks.compute(self._first_block + at, digest)
+            held.add(at)
 
     def _call(self, name: str, call: Callable[..., object], *arguments: object) -> object:
         """A call that must return at once."""
@@ -131,13 +134,14 @@ class User:
     def _load(self, request_id: str, prompt: Prompt, answer: LookupAnswer) -> int:
         """How many chunks every rank has, in a row from the answer's first one on."""
         engine = self._engine
-        first = self._first_block + answer.first_chunk
-        blocks = tuple((first + at,) for at in range(answer.count))
         parts = range(len(PART_BYTES))
         tickets = tuple(answer.ticket(part) for part in parts)
-        wanted = GroupLoad(answer.first_chunk, 0, blocks)
+        wanted = [
+            tuple((self._first_block + ticket.first_chunk + at,) for at in range(len(ticket.places)))
+            for ticket in tickets
+        ]
         for part in parts:
-            engine.blocks[part].poison([block for (block,) in blocks])
+            engine.blocks[part].poison([block for (block,) in wanted[part]])
         began = time.monotonic()
         for part in parts:
             stream = self._call("load", engine.stores[part].load, tickets[part])
@@ -147,7 +151,7 @@ class User:
                 request_id,
                 stream,
                 copier=engine.blocks[part],
-                wanted=wanted,
+                wanted=GroupLoad(tickets[part].first_chunk, 0, wanted[part]),
                 part=WorkerPart(part, 1),
                 after=None,
             )
@@ -164,11 +168,13 @@ class User:
                 engine.note(Kind.DEFECT, "load", began, note=f"part {part} never ended")
                 return 0
             result, failed, ended = found
-            good = [at for at, (block,) in enumerate(blocks) if block not in failed]
+            good = [block - self._first_block for (block,) in wanted[part] if block not in failed]
             if "flip" in engine.settings.plant and good:
-                engine.blocks[part].flip(first + good[-1])
-            self._check(prompt, [answer.first_chunk + at for at in good], part, f"loaded from {tier}")
-            reach = min(reach, result.chunks)
+                engine.blocks[part].flip(self._first_block + good[-1])
+            self._check(prompt, good, part, f"loaded from {tier}")
+            self._held[part].update(good)
+            if result.chunks < len(wanted[part]):
+                reach = 0 if answer.all_or_nothing else min(reach, result.chunks)
             engine.note(
                 Kind.LOAD,
                 result.reason,
@@ -183,17 +189,17 @@ class User:
     def _store(self, prompt: Prompt, start: int) -> None:
         """Save what was not loaded."""
         engine = self._engine
-        chunks = tuple(
-            SaveChunk(at, digest, (self._first_block + at,))
-            for at, digest in enumerate(prompt.digests)
-            if at >= start
-        )
-        if not chunks:
+        if start == len(prompt.digests):
             return
         began = time.monotonic()
         save_id = self._number << 32 | self._requests
-        spec = SaveSpec(save_id, prompt.digests[:start], chunks)
         for rank, store in enumerate(engine.stores):
+            chunks = tuple(
+                SaveChunk(at, digest, (self._first_block + at,))
+                for at, digest in enumerate(prompt.digests)
+                if at >= start and is_stored(engine.namespace, rank, at)
+            )
+            spec = SaveSpec(save_id, prompt.digests[:start], chunks)
             job = SaveJob(spec, store, engine.blocks[rank], WorkerPart(rank, 1), 0, None)
             engine.savers[rank].submit(job)
         for rank in range(len(engine.stores)):

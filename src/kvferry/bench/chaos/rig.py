@@ -130,7 +130,7 @@ class Engine:
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
         self.contents = Contents(settings.seed)
-        namespace = namespace_of(settings.seed)
+        self.namespace = namespace = namespace_of(settings.seed)
         self.prompts = Prompts(
             settings.seed,
             namespace.namespace,
