@@ -1,0 +1,88 @@
+"""A node inside the process: the same pool, with nothing left behind."""
+
+import stat
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from tests.node.fleet import LOOKUP_WAIT_S, NAMESPACE, PART_BYTES, WAIT_S, content, digests
+from tests.servers import running_server
+
+from kvferry.client.store import PrefixStore
+from kvferry.errors import MisconfiguredError
+from kvferry.local import LocalNode
+
+
+def _store(local: LocalNode, stack: ExitStack) -> PrefixStore:
+    store = PrefixStore(
+        socket_path=local.socket_path, engine="local", namespace=NAMESPACE, answer_s=LOOKUP_WAIT_S
+    )
+    stack.callback(store.close)
+    assert store.wait_connected(WAIT_S)
+    return store
+
+
+def _save(store: PrefixStore, chunks: list[bytes]) -> int:
+    def fill(position: int, part: int, view: memoryview) -> None:
+        view[:] = content(chunks[position], part)
+
+    return store.save([], chunks, fill)
+
+
+def _load(store: PrefixStore, chunks: list[bytes]) -> dict[int, bytes]:
+    parts: dict[int, bytes] = {}
+
+    def into(chunk: int, part: int, view: memoryview) -> None:
+        parts[chunk] = bytes(view)
+
+    return {chunk: parts[chunk] for chunk in range(store.load(chunks, into))}
+
+
+def _exact(chunks: list[bytes]) -> dict[int, bytes]:
+    return {number: content(chunk, 0) for number, chunk in enumerate(chunks)}
+
+
+def test_a_pool_in_this_process_serves_and_leaves_nothing(stack: ExitStack) -> None:
+    local = LocalNode(pool=64 << 20)
+    stack.callback(local.close)
+    assert stat.S_IMODE(local.socket_path.parent.stat().st_mode) == 0o700
+    store = _store(local, stack)
+    chunks = digests(5)
+    assert _save(store, chunks) == 5
+    assert _load(store, chunks) == _exact(chunks)
+    local.close()
+    local.close()
+    assert not local.socket_path.parent.exists()
+    assert _load(store, chunks) == {}
+
+
+def test_what_was_saved_before_the_end_is_in_valkey(stack: ExitStack) -> None:
+    with running_server() as server:
+        chunks = digests(20)
+        for turn in range(2):
+            with ExitStack() as opened:
+                local = LocalNode(pool="128MiB", valkey=f"valkey://127.0.0.1:{server.port}")
+                opened.callback(local.close)
+                store = _store(local, opened)
+                if turn == 0:
+                    assert _save(store, chunks) == 20
+                else:
+                    assert _load(store, chunks) == _exact(chunks)
+                    assert store.statistics().loaded_bytes == 20 * PART_BYTES
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pool": "1MiB"}, "at least 64 MiB"),
+        ({"pool": "much"}, "is not a size"),
+        ({"pool": "64MiB", "valkey": "http://host"}, "valkey"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused_and_leave_nothing(
+    options: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(MisconfiguredError, match=message):
+        LocalNode(**options)
+    assert not list(tmp_path.iterdir())
