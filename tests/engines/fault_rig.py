@@ -35,6 +35,7 @@ class Found(NamedTuple):
     loaded_chunks: int
     failures: dict[str, int]
     misses: int
+    loaded_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,10 @@ class Fault:
 
 
 class Rig:
-    """A computes and stores; B finds it in Valkey. ``close`` is the stack's."""
+    """A computes and stores; B finds it in Valkey. ``close`` is the stack's. groups: the model's."""
 
-    def __init__(self, directory: Path, model: Path, stack: ExitStack) -> None:
+    def __init__(self, directory: Path, model: Path, stack: ExitStack, *, groups: int = 1) -> None:
+        self._groups = groups
         self._directory, self._model, self._stack = directory, model, stack
         self._random = random.Random(3)
         self._references = 0
@@ -90,7 +92,7 @@ class Rig:
         asked = [self._random.randrange(3, VOCABULARY) for _ in range(PROMPT_TOKENS)]
         before = self.view.committed_parts()
         self.a.generate(asked)
-        self.view.wait_saved(parts=before + CHUNKS, timeout_s=WAIT_S)
+        self.view.wait_saved(parts=before + CHUNKS * self._groups, timeout_s=WAIT_S)
         self.only_in_valkey()
         self.forget()
         return asked
@@ -173,6 +175,7 @@ class Rig:
             loaded_chunks=new.get("vllm:kvferry_loaded_tokens", 0) // BLOCK,
             failures={key.removeprefix(name): n for key, n in new.items() if key.startswith(name) and n},
             misses=new.get("vllm:kvferry_misses", 0),
+            loaded_bytes=new.get("vllm:kvferry_loaded_bytes", 0),
         )
 
     # -- what must hold ----------------------------------------------------------------------------
