@@ -1,6 +1,8 @@
 """A node inside this process, for a program that has none on its host: a notebook, a script, a test."""
 
 import contextlib
+import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -16,8 +18,8 @@ LOOK_S = 0.01
 class LocalNode:
     """A pool of bounded bytes, served on threads of this process at a socket in a private directory.
 
-    It ends with ``close``, or with the process, and what Valkey does not hold with it. A fork's child cannot
-    use it.
+    It ends with ``close``, or with the process, and what Valkey does not hold with it. A fork's child can
+    neither use nor end it.
     """
 
     def __init__(self, *, pool: str | int, valkey: str | None = None) -> None:
@@ -25,8 +27,10 @@ class LocalNode:
 
         Environment and configuration files are not read. Raises MisconfiguredError, one line.
         """
+        self._pid = os.getpid()
         with contextlib.ExitStack() as undo:
-            directory = undo.enter_context(tempfile.TemporaryDirectory(prefix="kvferry-"))
+            directory = tempfile.mkdtemp(prefix="kvferry-")
+            undo.callback(shutil.rmtree, directory, ignore_errors=True)
             self.socket_path = Path(directory) / "node.sock"
             flags = {
                 "pool": str(pool),
@@ -43,7 +47,8 @@ class LocalNode:
 
     def close(self) -> None:
         """Wait a while for what is on its way to Valkey, then free the memory. Idempotent."""
-        self._undo.close()
+        if os.getpid() == self._pid:
+            self._undo.close()
 
 
 def _drain(node: Node) -> None:

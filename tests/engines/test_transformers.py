@@ -1,5 +1,6 @@
 """transformers: what was loaded computes, bit for bit, what the same prefix in the model's own cache does."""
 
+import gc
 import os
 import re
 import runpy
@@ -325,8 +326,7 @@ def test_the_example_finds_in_a_second_process_what_the_first_computed(tmp_path:
 def test_a_pool_in_this_process_is_bounded_and_leaves_nothing(
     llama: Any, kit: Any, open_cache: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     cache = open_cache(llama, pool="64MiB")
     part_bytes = 3 * 2 * 2 * 16 * 4 * CHUNK
     for seed in range(2 * (64 << 20) // (31 * part_bytes)):  # twice what fits
@@ -338,6 +338,20 @@ def test_a_pool_in_this_process_is_bounded_and_leaves_nothing(
     assert [path.name[:8] for path in tmp_path.iterdir()] == ["kvferry-"]
     cache.close()
     cache.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_that_nobody_holds_any_more_gives_its_pool_back(
+    llama: Any, open_cache: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvferry.engines.transformers import PrefixCache
+
+    assert open_cache  # patient
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    cache = PrefixCache(llama, pool=POOL)
+    assert len(list(tmp_path.iterdir())) == 1
+    del cache
+    gc.collect()
     assert not list(tmp_path.iterdir())
 
 

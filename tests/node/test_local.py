@@ -1,5 +1,7 @@
 """A node inside the process: the same pool, with nothing left behind."""
 
+import os
+import signal
 import stat
 from contextlib import ExitStack
 from pathlib import Path
@@ -69,6 +71,22 @@ def test_what_was_saved_before_the_end_is_in_valkey(stack: ExitStack) -> None:
                 else:
                     assert _load(store, chunks) == _exact(chunks)
                     assert store.statistics().loaded_bytes == 20 * PART_BYTES
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_does_not_end_its_parents(stack: ExitStack) -> None:
+    local = LocalNode(pool=64 << 20)
+    stack.callback(local.close)
+    store = _store(local, stack)
+    chunks = digests(2)
+    assert _save(store, chunks) == 2
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends a child that hangs
+        local.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert _load(_store(local, stack), chunks) == _exact(chunks)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ class PrefixStatistics:
 
 
 class PrefixCache:
-    """Finds, loads and saves prefixes of one model. Threads may share it; ``close`` it.
+    """Finds, loads and saves prefixes of one model. Threads may share it; it ends with ``close``, or unused.
 
     A prefix is used up to the last whole chunk before the prompt's last token, which the model computes.
     """
@@ -125,7 +126,8 @@ class PrefixCache:
             undo.callback(self._store.close)
             if pool is not None:
                 self._store.wait_connected(LOCAL_WAIT_S)
-            self._undo = undo.pop_all()
+            # A notebook's cell that is run again drops the one before; a process that ends waits for Valkey.
+            self._end = weakref.finalize(self, undo.pop_all().close)
 
     @property
     def chunk_tokens(self) -> int:
@@ -219,7 +221,7 @@ class PrefixCache:
 
     def close(self) -> None:
         """Idempotent. Ends a pool in this process, and what only that pool holds."""
-        self._undo.close()
+        self._end()
 
     def __enter__(self) -> Self:
         return self
