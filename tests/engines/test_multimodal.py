@@ -196,9 +196,30 @@ def test_a_request_that_takes_no_part_is_remembered_for_its_identifiers(admissio
     assert admitted(admission, request("b", feature(data(2)))).eligibility is Eligibility.MULTIMODAL
 
 
+def _only_numbers() -> Any:
+    """An item without a tensor says nothing for sure."""
+    from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
+
+    return MultiModalKwargsItem({"place": MultiModalFieldElem([1, 2], MultiModalBatchedField())})
+
+
+def _in_shared_memory() -> Any:
+    """As vLLM hands an item over whose tensors lie in shared memory."""
+    from vllm.multimodal.cache.shm import ShmObjectStoreSenderCache
+
+    return ShmObjectStoreSenderCache.address_as_item(None, 4096, 7, [1, 2, 3])
+
+
+def test_an_address_in_shared_memory_names_nothing(admission: Admission) -> None:
+    """Another image may lie at the same address of another engine, or later."""
+    for number, item in enumerate((_in_shared_memory(), _only_numbers())):
+        tracked = admitted(admission, request("a", feature(item, identifier=str(number))))
+        assert tracked.eligibility is Eligibility.MULTIMODAL
+
+
 @pytest.mark.parametrize("missing", ["item", "tensor"])
 def test_an_item_without_its_tensors_is_served_without_the_cache(admission: Admission, missing: str) -> None:
-    """As on an engine that receives KV in place of images, or with vLLM's shared-memory processor cache."""
+    """As on an engine that receives KV in place of images."""
     item = None if missing == "item" else data(1, more=None)
     asked = request("a", feature(item))
     assert admitted(admission, asked).eligibility is Eligibility.MULTIMODAL

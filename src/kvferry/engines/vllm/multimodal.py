@@ -25,6 +25,8 @@ MAX_WAITING = 1024  # requests whose items wait to be read
 MAX_DATA = 4096  # items whose digest is kept as long as vLLM keeps them
 MAX_NESTING = 8
 
+_ADDRESS = "address"  # vLLM's own mark of an item in shared memory
+
 _FORMAT = b"kvferry multimodal item 1\0"
 
 Items = tuple[MultimodalItem, ...]
@@ -113,9 +115,23 @@ class ItemDigests:
 
 
 def _unreadable(feature: Any) -> bool:
-    """Without its tensors, as on an engine that is only to receive their KV or keeps them in the workers."""
+    """Without its tensors, as on an engine that is only to receive their KV or keeps them in the workers.
+
+    With the shared-memory processor cache an item is an address, which says nothing of what lies there.
+    """
     data = getattr(feature, "data", None)
-    return data is None or not data or any(element.data is None for element in data.values())
+    if not data or _ADDRESS in data:
+        return True
+    values = [element.data for element in data.values()]
+    return any(value is None for value in values) or not any(_holds_tensor(value) for value in values)
+
+
+def _holds_tensor(value: Any, *, depth: int = 0) -> bool:
+    import torch
+
+    if isinstance(value, list | tuple):
+        return depth < MAX_NESTING and any(_holds_tensor(one, depth=depth + 1) for one in value)
+    return isinstance(value, torch.Tensor)
 
 
 def _content(modality: str, data: Any) -> bytes:
