@@ -88,9 +88,7 @@ def test_every_write_policy_stores_what_it_means_to(
         here.evict(4)
     here.settle()
     there.prefetch(rig.tokens(4))
-    assert there.loaded(rig.tokens(4)) == (
-        computed if policy != "write_through_selective" else here.loaded(rig.tokens(4))
-    )
+    assert there.loaded(rig.tokens(4)) == computed
 
 
 def test_users_with_different_salts_share_nothing(model: Path, node: Node, stack: ExitStack) -> None:
