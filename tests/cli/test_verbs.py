@@ -239,6 +239,11 @@ def test_explain_tells_tiers_and_the_first_missing_chunk() -> None:
     assert "memory    4 chunks = 512 tokens, 4 MiB" in text
     assert "valkey    2 chunks = 256 tokens, 2 MiB" in text
     assert "chunk 7 is the first one not reused: absent (no tier has the next chunk)" in text
+    assert "is missing" not in text
+    state = {**document, "missing_part": 2, "missing_trailing": 1}
+    assert "part 2 is missing, which is needed of the last chunk before the end" in explain_verb.render(state)
+    rank = {**document, "missing_part": 1, "missing_trailing": 0}
+    assert "part 1 is missing, which is needed of every chunk" in explain_verb.render(rank)
 
 
 def test_a_node_serves_until_it_is_told_to_stop_and_leaves_no_socket(tmp_path: Path) -> None:

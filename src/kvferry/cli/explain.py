@@ -66,6 +66,7 @@ def render(record: dict[str, Any]) -> str:
         lines.append(f"result    all {count(asked)} chunks asked for were found")
     else:
         lines.append(f"result    chunk {count(missing)} is the first one not reused: {why}")
+        lines += _missing_part(record)
     if record["load_reason"] not in ("", "complete"):
         at = "" if record["failed_chunk"] is None else f" at chunk {count(record['failed_chunk'])}"
         lines.append(f"load      ended{at}: {_reason(record['load_reason'])}; the rest was recomputed")
@@ -76,6 +77,16 @@ def render(record: dict[str, Any]) -> str:
         f"deadline {duration(record['deadline_s'])})"
     )
     return "\n".join(lines + _seen_by_engine(record["report"]))
+
+
+def _missing_part(record: dict[str, Any]) -> list[str]:
+    """Which part it was, where parts differ in what needs them."""
+    part, trailing = record["missing_part"], record["missing_trailing"]
+    if part is None or (part == 0 and not trailing):
+        return []
+    last = "the last chunk" if trailing == 1 else f"the last {count(trailing)} chunks"
+    needed = f"{last} before the end of a prefix" if trailing else "every chunk"
+    return [f"          of the prompt, part {part} is missing, which is needed of {needed}"]
 
 
 def _reason(word: str) -> str:
