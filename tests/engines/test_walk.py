@@ -11,7 +11,6 @@ from kvferry.engines.vllm import pins, saving, scheduler
 from kvferry.testing.fake_engine import FakeEngine
 from kvferry.testing.random_life import RandomLife
 
-
 KINDS = (FULL, (*FULL, window(10), STATE), (*FULL, *FULL, window(3)))
 
 
