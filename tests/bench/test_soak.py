@@ -154,7 +154,7 @@ def test_every_answer_is_judged_and_what_fails_is_a_problem() -> None:
     users.start()
     eventually(lambda: not fates, "all of that to happen")
     users.stop()
-    assert tally.requests["failed"] == tally.requests["ended with their engine"] == 1
+    assert tally.requests["failed"] == tally.requests["without their engine"] == 1
     judged = tally.requests["answered"] + tally.requests["given up"]
     assert tally.findings.total() == judged
     assert any("no answer" in problem for problem in tally.problems)

@@ -49,7 +49,7 @@ class FleetSettings:
     """model: directory. pool_bytes: host memory of the node. kv_space_gib: each engine's own KV cache.
 
     valkey_url: an existing server to use instead of starting one. kv_space_gib: each engine's own KV memory.
-    connector: its module and class.
+    connector: its module and class. ready_s: how long an engine may take to start.
     """
 
     model: Path
@@ -60,6 +60,7 @@ class FleetSettings:
     deadline_cap_ms: int | None = None
     connector: tuple[str, str] = (CONNECTOR_MODULE, CONNECTOR_NAME)
     engine_environment: tuple[tuple[str, str], ...] = ()
+    ready_s: float = ENGINE_READY_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +277,7 @@ class Fleet:
         """Wait until all of them answer. Raises RetryError when one fails."""
         children = [child for child, _ in started.replicas.values()]
         for name, (_, replica) in started.replicas.items():
-            left = max(1.0, ENGINE_READY_S - (time.monotonic() - started.begun))
+            left = max(1.0, self.settings.ready_s - (time.monotonic() - started.begun))
             wait_until(
                 replica.healthy,
                 what=f"replica {name}",

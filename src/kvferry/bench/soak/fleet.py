@@ -28,6 +28,7 @@ REFERENCE = "C"
 SERVING = ("A", "B")
 CONNECTOR = ("kvferry.bench.soak.audited", "AuditedConnector")
 REST_S = 60.0
+READY_S = 900.0  # the host is busy with the traffic
 VALKEY_S = 10.0
 COUNTED = (
     "kvferry_lookups",
@@ -68,6 +69,7 @@ class SoakFleet:
                 pool_bytes=size.pool_bytes,
                 connector=CONNECTOR,
                 engine_environment=((DIRECTORY_VARIABLE, str(notes)),),
+                ready_s=READY_S,
             ),
             say=say,
         )

@@ -124,7 +124,7 @@ class Users:
 
     def _answered(self, conversation: Conversation, exchange: Exchange | None) -> None:
         if exchange is None:
-            self._tally.ended("ended with their engine")
+            self._tally.ended("without their engine")
             self._stopping.wait(AWAY_S)
             return
         answer = exchange.answer
