@@ -125,7 +125,7 @@ def test_a_wrong_setting_stops_the_start_with_one_line(rig: Any, valkey: Server)
 
 def test_closing_in_the_middle_ends_every_touch_of_lmcaches_memory(rig: Any, valkey: Server) -> None:
     before = Census.now()
-    shape = (16, 1024, 512)
+    shape = (8, 512, 512)
     one = rig.loaded(valkey, **PATIENT)
     keys = [rig.key(n) for n in range(12)]
     assert rig.store(one, keys, [rig.thing(n, shape) for n in range(12)]).is_successful()

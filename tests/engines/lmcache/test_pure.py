@@ -35,8 +35,8 @@ URL = "valkey://cache.internal:6379"
 def test_a_url_is_all_that_is_needed() -> None:
     found = parse_settings({"valkey": URL}, environ={})
     assert str(found.valkey) == URL
-    assert (found.domain, found.lookup_s, found.load_s, found.store_s) == ("default", 0.5, 5.0, 30.0)
-    assert (found.fetch_connections, found.serde, found.capacity_bytes) == (None, "", 0)
+    assert (found.domain, found.lookup_s, found.load_s, found.store_s) == ("default", 1.0, 5.0, 30.0)
+    assert (found.fetch_connections, found.store_connections, found.serde) == (None, 2, "")
 
 
 def test_every_setting_arrives(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from kvferry.engines.lmcache.settings import AdapterSettings, parse_settings
 from kvferry.errors import KvferryError
 from kvferry.identity.domain import DomainKey
 from kvferry.identity.names import PartRef
+from kvferry.identity.stripes import stripe_plan
 from kvferry.tiers.contract import FetchItem, Outcome, StoreItem, Tier
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 
 DELETE_S = 10.0
 """How long LMCache's eviction waits for a removal."""
+# Deadlines are for a task of usual size; a large one gets more time. A server that is silent ends both alike.
+STRIPE_S = 1e-4
+LOADED_BYTES_S = 500e6
+STORED_BYTES_S = 100e6
 MAX_LEARNT = 4096
 _log = logging.getLogger("kvferry.lmcache")
 
@@ -118,6 +123,7 @@ class KvferryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                 places.append(place)
                 sizes[place] = ref.nbytes
             if items:
+                deadline += sum(sizes) / STORED_BYTES_S
                 tier.store(items, deadline=deadline, done=Batch(outcomes, places, ended).done)
             else:
                 ended(outcomes)
@@ -151,6 +157,7 @@ class KvferryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                     refs.append(ref)
                     places.append(place)
             if refs:
+                deadline += STRIPE_S * sum(len(stripe_plan(ref.nbytes)) for ref in refs)
                 tier.probe(refs, deadline=deadline, done=Batch(outcomes, places, ended).probed)
             else:
                 ended(outcomes)
@@ -185,6 +192,7 @@ class KvferryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                 items.append(FetchItem(ref, memory))
                 places.append(place)
             if items:
+                deadline += sum(item.ref.nbytes for item in items) / LOADED_BYTES_S
                 tier.fetch(items, deadline=deadline, done=Batch(outcomes, places, ended).fetched)
             else:
                 ended(outcomes)

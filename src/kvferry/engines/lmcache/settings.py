@@ -18,7 +18,7 @@ from kvferry.tiers.valkey.url import ValkeyUrl
 from kvferry.values import parse_count, parse_domain, parse_path, parse_text
 
 DEFAULT_DOMAIN = "default"
-DEFAULT_LOOKUP_MS = 500
+DEFAULT_LOOKUP_MS = 1_000
 DEFAULT_LOAD_MS = 5_000
 DEFAULT_STORE_MS = 30_000
 MAX_MS = 600_000
