@@ -196,11 +196,12 @@ def test_a_request_that_takes_no_part_is_remembered_for_its_identifiers(admissio
     assert admitted(admission, request("b", feature(data(2)))).eligibility is Eligibility.MULTIMODAL
 
 
-def _only_numbers() -> Any:
-    """An item without a tensor says nothing for sure."""
+def _measures(**fields: Any) -> Any:
+    """What an engine is given of an item whose embeddings come another way."""
     from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
-    return MultiModalKwargsItem({"place": MultiModalFieldElem([1, 2], MultiModalBatchedField())})
+    field = MultiModalBatchedField()
+    return MultiModalKwargsItem({name: MultiModalFieldElem(value, field) for name, value in fields.items()})
 
 
 def _in_shared_memory() -> Any:
@@ -210,9 +211,19 @@ def _in_shared_memory() -> Any:
     return ShmObjectStoreSenderCache.address_as_item(None, 4096, 7, [1, 2, 3])
 
 
-def test_an_address_in_shared_memory_names_nothing(admission: Admission) -> None:
-    """Another image may lie at the same address of another engine, or later."""
-    for number, item in enumerate((_in_shared_memory(), _only_numbers())):
+def test_an_address_or_an_items_measures_name_nothing(admission: Admission) -> None:
+    """Another image may lie at the same address of another engine, and has the same size."""
+    import torch
+
+    grid, times = torch.tensor([[1, 4, 4]]), torch.arange(9.0)
+    items = [
+        _in_shared_memory(),
+        _measures(image_grid_thw=grid),
+        _measures(video_grid_thw=grid, timestamps=times),
+        _measures(video_grid_thw=grid, timestamps=[times]),
+        _measures(audio_num_tokens=[9]),
+    ]
+    for number, item in enumerate(items):
         tracked = admitted(admission, request("a", feature(item, identifier=str(number))))
         assert tracked.eligibility is Eligibility.MULTIMODAL
 

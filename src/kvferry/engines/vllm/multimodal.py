@@ -24,6 +24,7 @@ MAX_REFUSED = 1 << 16
 MAX_WAITING = 1024  # requests whose items wait to be read
 MAX_DATA = 4096  # items whose digest is kept as long as vLLM keeps them
 MAX_NESTING = 8
+MIN_BYTES_PER_TOKEN = 32  # real items have hundreds; what only measures an item has a handful in all
 
 _ADDRESS = "address"  # vLLM's own mark of an item in shared memory
 
@@ -115,23 +116,27 @@ class ItemDigests:
 
 
 def _unreadable(feature: Any) -> bool:
-    """Without its tensors, as on an engine that is only to receive their KV or keeps them in the workers.
+    """Without the tensors that make it what it is.
 
-    With the shared-memory processor cache an item is an address, which says nothing of what lies there.
+    An engine that receives embeddings or KV from elsewhere may be given an item's measures alone, and one with
+    the shared-memory processor cache an address. Neither says what the item shows.
     """
     data = getattr(feature, "data", None)
-    if not data or _ADDRESS in data:
+    if not data or _ADDRESS in data or any(element.data is None for element in data.values()):
         return True
-    values = [element.data for element in data.values()]
-    return any(value is None for value in values) or not any(_holds_tensor(value) for value in values)
+    told = sum(_content_bytes(element.data) for element in data.values())
+    return told < MIN_BYTES_PER_TOKEN * int(feature.mm_position.length)
 
 
-def _holds_tensor(value: Any, *, depth: int = 0) -> bool:
+def _content_bytes(value: Any, *, depth: int = 0) -> int:
+    """Of pixels, waveforms, features or embeddings: measures are integers, or few."""
     import torch
 
     if isinstance(value, list | tuple):
-        return depth < MAX_NESTING and any(_holds_tensor(one, depth=depth + 1) for one in value)
-    return isinstance(value, torch.Tensor)
+        return sum(_content_bytes(one, depth=depth + 1) for one in value) if depth < MAX_NESTING else 0
+    if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.dtype is torch.uint8):
+        return int(value.nbytes)
+    return 0
 
 
 def _content(modality: str, data: Any) -> bytes:
