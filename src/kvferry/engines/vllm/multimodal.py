@@ -118,8 +118,8 @@ class ItemDigests:
 def _unreadable(feature: Any) -> bool:
     """Without the tensors that make it what it is.
 
-    An engine that receives embeddings or KV from elsewhere may be given an item's measures alone, and one with
-    the shared-memory processor cache an address. Neither says what the item shows.
+    An engine that receives embeddings or KV from elsewhere may be given an item's measures alone; with the
+    shared-memory processor cache it is given an address. Neither says what the item shows.
     """
     data = getattr(feature, "data", None)
     if not data or _ADDRESS in data or any(element.data is None for element in data.values()):
