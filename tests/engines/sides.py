@@ -169,20 +169,26 @@ class SideFleet:
         self._node_runs = True
 
     def engine(
-        self, *, blocks: int = 64, ranks: int = 1, tokens_per_step: int = 64, role: KvRole = KvRole.BOTH
+        self,
+        *,
+        blocks: int = 64,
+        ranks: int = 1,
+        kv_heads: int = 0,
+        tokens_per_step: int = 64,
+        role: KvRole = KvRole.BOTH,
     ) -> FakeEngine:
         blocks *= len(self._groups)  # every group needs as many as one alone would, at most
         geometry = ChunkGeometry(BLOCK_TOKENS, BLOCK_TOKENS * self._chunk_blocks, self._groups)
         parts = Geometry(
             tuple(
-                replace(group, stages=(("layer",),), block_bytes=(layers * nbytes,), kv_heads=0)
+                replace(group, stages=(("layer",),), block_bytes=(layers * nbytes,), kv_heads=kv_heads)
                 for group, (layers, nbytes) in zip(self._groups, extents(self._groups), strict=True)
             ),
             geometry.chunk_tokens,
             tensor_ranks=ranks,
         )
         namespace = NamespaceInfo(
-            b"test" + bytes([ranks]) * 12,
+            b"test" + bytes([parts.shards]) * 12,
             parts.part_bytes,
             geometry.chunk_tokens,
             "default",
@@ -235,6 +241,7 @@ class SideFleet:
             tokens_per_step=tokens_per_step,
             groups=self._groups,
             extents=extents(self._groups),
+            shards=[parts.part(0, tensor_rank=rank) for rank in range(ranks)],
         )
         self._ranks = ranks
         pins.bind(engine.pool)

@@ -25,6 +25,7 @@ class Tables:
     """memories: of each rank, (layers, blocks, bytes); the last block is the null block.
 
     extents: how many of the layers, and of a block's bytes in each, a group uses; None for all.
+    shards: which share of the KV each rank holds; equal ones hold equal bytes. None: each one of its own.
     handed: states left behind since they were last taken, by request: group, block, tokens before it.
     """
 
@@ -34,6 +35,7 @@ class Tables:
         groups: Sequence[KvGroup],
         *,
         extents: Sequence[tuple[int, int]] | None = None,
+        shards: Sequence[int] | None = None,
     ) -> None:
         layers, _, nbytes = memories[0].shape
         self._extents = extents or [(layers, nbytes)] * len(groups)
@@ -41,6 +43,7 @@ class Tables:
         self.unit = math.lcm(*(group.block_tokens for group in groups))
         self.handed: dict[str, list[tuple[int, int, int]]] = {}
         self._memories = memories
+        self._shards = shards if shards is not None else range(len(memories))
         self.groups = groups
         self._groups = list(enumerate(groups))
         self._null = self.pool.null_block.block_id
@@ -194,7 +197,8 @@ class Tables:
         return hashlib.blake2b(text.encode(errors="replace"), digest_size=16).digest()
 
     def _content(self, rank: int, at: int, name: bytes) -> Kv:
-        seed = int.from_bytes(hashlib.blake2b(name + bytes([rank]), digest_size=8).digest(), "little")
+        named = hashlib.blake2b(name + bytes([self._shards[rank]]), digest_size=8)
+        seed = int.from_bytes(named.digest(), "little")
         return np.random.default_rng(seed).integers(0, 256, self._extents[at], dtype=np.uint8)
 
 

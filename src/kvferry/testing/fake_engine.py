@@ -43,6 +43,7 @@ class FakeEngine:
     """memories: one per rank, (layers, blocks and the null block, bytes). tokens_per_step: the budget.
 
     groups, extents: its KV groups and what of the memory each uses; one of full attention, unless said.
+    shards: which share of the KV each rank holds, where some hold the same.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class FakeEngine:
         tokens_per_step: int = 64,
         groups: Sequence[KvGroup] = (),
         extents: Sequence[tuple[int, int]] | None = None,
+        shards: Sequence[int] | None = None,
     ) -> None:
-        self._tables = Tables(memories, groups or [full_attention(block_tokens)], extents=extents)
+        held = groups or [full_attention(block_tokens)]
+        self._tables = Tables(memories, held, extents=extents, shards=shards)
         self.pool = self._tables.pool
         self.requests: dict[str, FakeRequest] = {}
         self.recomputed: list[str] = []
