@@ -209,3 +209,8 @@ def test_nothing_that_lmcache_passes_raises(rig: Any, opened: Open, valkey: Serv
     rig.load(one, odd, [rig.thing(None) for _ in odd])
     one.submit_unlock(odd)
     one.delete(odd)
+
+
+def test_a_listing_of_keys_is_not_offered(rig: Any, opened: Open, valkey: Server) -> None:
+    with pytest.raises(NotImplementedError):
+        opened(valkey).list_l2_keys()

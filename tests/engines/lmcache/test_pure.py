@@ -1,6 +1,7 @@
 """The adapter's parts that need no LMCache: settings, books, results, memory, the way to Valkey."""
 
 import ctypes
+import mmap
 import os
 import select
 import threading
@@ -225,6 +226,29 @@ def test_advice_on_huge_pages_never_fails() -> None:
     assert advise_huge_pages(address, len(memory)) in (True, False)
     assert not advise_huge_pages(address, 4096)
     assert not advise_huge_pages(1 << 40, 4 * HUGE_BYTES)
+
+
+def test_memory_is_marked_for_huge_pages() -> None:
+    with mmap.mmap(-1, 4 * HUGE_BYTES) as memory:
+        held = ctypes.c_ubyte.from_buffer(memory)
+        address = ctypes.addressof(held)
+        del held
+        if advise_huge_pages(address, len(memory)):  # a kernel may have none
+            start = -(-address // HUGE_BYTES) * HUGE_BYTES
+            assert "hg" in _flags_at(start)
+
+
+def _flags_at(address: int) -> list[str]:
+    """VmFlags of the mapping that holds an address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and ":" not in words[0]:
+            first, last = (int(end, 16) for end in words[0].split("-"))
+            inside = first <= address < last
+        elif inside and words[0] == "VmFlags:":
+            return words[1:]
+    return []
 
 
 # -- the way to Valkey -------------------------------------------------------------------------
