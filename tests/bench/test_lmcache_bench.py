@@ -58,8 +58,11 @@ def test_a_run_that_lmcache_did_not_verify_whole_is_no_measurement(
         "    found = {o: dict(operation=o, total_success=n, duration_p50_ms=1.0) for o, n in done.items()}\n"
         "    open(sys.argv[sys.argv.index('--output') + 1], 'w').write(json.dumps({'metrics': found}))\n"
     )
-    (tmp_path / "lmcache" / "cli").mkdir(parents=True)
-    (tmp_path / "lmcache" / "cli" / "main.py").write_text(prelude + script)
+    package = tmp_path / "lmcache" / "cli"
+    package.mkdir(parents=True)
+    for directory in (package.parent, package):
+        (directory / "__init__.py").touch()
+    (package / "main.py").write_text(prelude + script)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     report = lmcache.Report(turns=1, rounds=1, keys=4, data_kib=64)
     with pytest.raises(BrokenError, match=complaint):
