@@ -162,6 +162,7 @@ def test_runs_of_windows_that_are_far_apart_are_found_in_a_few_questions() -> No
     assert swa.store.asked < 5
     assert stored_pool({0, 1, 2, 3, 120}).longest(LINE, window=3) == 0  # too far down without the marks
     assert MAX_CANDIDATES < 120
+    assert swa.longest(LINE, window=3, until=0.0) == 0  # nor when there is no time left
 
 
 def test_an_engine_of_one_rank_is_told_the_longest_prefix_alone() -> None:

@@ -7,6 +7,7 @@ raised there, whatever a node does, and every call is bounded.
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from kvferry.engines.sglang.updates import watch
 from kvferry.errors import MisconfiguredError
 
 CONNECT_S = 1.0  # waited for at start-up, to say whether there is a node
+QUERY_S = 1.0  # for all questions of one query, the first excepted; a prefix not found by then is not offered
 MAX_SAMPLES = 4096  # between two questions of SGLang's metrics
 _KV = str(PoolName.KV)
 _WINDOWS = ("swa", "_state")  # how the names of pools end that hold windows of pages
@@ -167,8 +169,9 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
         """How far a prefix can be restored from all these pools."""
         main = self._pools[_KV]
         reached = main.reach(keys)
+        until = time.monotonic() + QUERY_S
         others = [
-            self._side_pool(transfer, keys)
+            self._side_pool(transfer, keys, until=until)
             for transfer in pool_transfers or ()
             if transfer.hit_policy != PoolHitPolicy.BLOCK_GROUPS  # never rules out a hit; no verdict on it
         ]
@@ -177,7 +180,7 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
         hit = fold(PoolName.KV, reached, others, boundaries=1 if ranks == 1 else MAX_QUESTIONS)
         return PoolTransferResult(hit.pages, dict(hit.by_pool), list(hit.boundaries))
 
-    def _side_pool(self, transfer: PoolTransfer, keys: Sequence[str]) -> SidePool:
+    def _side_pool(self, transfer: PoolTransfer, keys: Sequence[str], *, until: float) -> SidePool:
         pool = self._pools.get(str(transfer.name))
         if pool is None:
             return SidePool(transfer.name, Policy.ALL, lambda _: 0)
@@ -186,7 +189,7 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
             return SidePool(
                 transfer.name,
                 Policy.TRAILING,
-                lambda limit: pool.longest(keys[:limit], window=window),
+                lambda limit: pool.longest(keys[:limit], window=window, until=until),
             )
         return SidePool(transfer.name, Policy.ALL, lambda limit: pool.reach(keys[:limit]))
 

@@ -16,13 +16,25 @@ _OPTIONS = (
     "context_length",
     "custom_weight_loader",
     "decode_attention_backend",
+    "dsa_decode_backend",
+    "dsa_prefill_backend",
+    "dsv4_attn_backend",
+    "dsv4_prefill_backend",
+    "enable_deepseek_v4_fp4_indexer",
+    "enable_dsa_cache_layer_split",
     "enable_page_major_kv_layout",
     "json_model_override_args",
+    "linear_attn_backend",
+    "linear_attn_decode_backend",
+    "linear_attn_prefill_backend",
     "load_format",
+    "mamba_backend",
+    "model_config_parser",
     "model_impl",
     "modelopt_quant",
     "prefill_attention_backend",
     "prefill_kv_cache_dequant_dtype",
+    "qsa_indexer_dtype",
     "quantization",
     "quantize_and_serve",
     "rl_quant_profile",
@@ -30,6 +42,7 @@ _OPTIONS = (
     "speculative_draft_kv_cache_dtype",
     "speculative_draft_model_quantization",
 )
+_FROM_ELSEWHERE = ("remote_instance", "remote")
 
 
 def check_version(version: str) -> None:
@@ -40,8 +53,13 @@ def check_version(version: str) -> None:
 
 
 def engine_facts(version: str) -> EngineFacts:
-    """Raises MisconfiguredError in a process that no engine runs in."""
+    """Raises MisconfiguredError in a process that no engine runs in, and for weights from elsewhere."""
     read = _reader()
+    if read("checkpoint_engine_wait_weights_before_ready") or read("load_format") in _FROM_ELSEWHERE:
+        raise MisconfiguredError(
+            f"weights come from another process, not from {read('model_path')}, so they cannot be told: "
+            "start the engine from a checkpoint, or without this storage backend"
+        )
     return EngineFacts(
         version=version,
         model_path=str(read("model_path")),
@@ -63,7 +81,7 @@ def pool_facts(name: str, pool: Any, pages: Pages, *, config: Any, page_tokens: 
     return PoolFacts(
         name=name,
         kind=type(pool).__name__,
-        layout=str(pool.layout),
+        layout=_layout(pool),
         dtype=str(getattr(pool, "dtype", "none")).removeprefix("torch."),
         shape=pages.shape,
         page_bytes=pages.nbytes,
@@ -85,6 +103,13 @@ def shared_by_ranks(pool: Any, config: Any) -> bool:
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
     return bool(config.is_mla_model) and not isinstance(pool, (MHATokenToKVPoolHost, MambaPoolHost))
+
+
+def _layout(pool: Any) -> str:
+    """Of the host memory, and of the device memory that is copied there row by row."""
+    infos = getattr(pool, "_buffer_infos", None)
+    order = getattr(getattr(infos[0], "buffers", None), "layout", None) if infos else None
+    return f"{pool.layout}/{getattr(order, 'value', 'plain')}"
 
 
 def _shard(pool: Any, config: Any) -> str:

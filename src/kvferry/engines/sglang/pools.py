@@ -1,5 +1,6 @@
 """The pages of one host pool and the store that keeps them: look, load, save."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,12 +78,14 @@ class StoredPool:
             return 0
         if not self._last_only:
             return self.store.match(digests)
-        return next((n for n, one in enumerate(digests) if not self.store.match([one])), len(digests))
+        asked = digests[:MAX_CANDIDATES]
+        return next((n for n, one in enumerate(asked) if not self.store.match([one])), len(asked))
 
-    def longest(self, hashes: Sequence[str], *, window: int) -> int:
+    def longest(self, hashes: Sequence[str], *, window: int, until: float = math.inf) -> int:
         """The longest prefix of these whose last ``window`` pages are there, or all where it is shorter.
 
-        Looked for from the end on: a gap rules out every prefix that needs the page which is missing.
+        Looked for from the end on, until then: a gap rules out every prefix that needs the page which is
+        missing.
         """
         digests = self._names.digests(hashes)
         if self._last_only:
@@ -90,7 +93,7 @@ class StoredPool:
         end = len(digests)
         for _ in range(MAX_CANDIDATES):
             needed = min(window, end)
-            if not needed:
+            if not needed or time.monotonic() > until:
                 return 0
             there = self.store.match(digests[end - needed : end][::-1])
             if there >= needed:

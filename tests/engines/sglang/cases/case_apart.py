@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from tests.engines.sglang.cases import rig
 
 from kvferry.engines.sglang import updates
+from kvferry.errors import MisconfiguredError
 
 
 @pytest.fixture
@@ -116,6 +117,22 @@ def test_an_adapter_whose_content_changed_under_its_name_finds_nothing(
     rig.model(adapter, weights=b"2")
     with rig.serving(path, **loras):
         nothing_found(rig.storage(socket, here, stack), here, names)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"load_format": "remote_instance"}, {"checkpoint_engine_wait_weights_before_ready": True}],
+    ids=str,
+)
+def test_weights_that_come_from_another_process_stop_the_start(
+    options: dict[str, Any], tmp_path: Path, socket: Path, stack: ExitStack
+) -> None:
+    _, host = rig.mha_pool()
+    with (
+        rig.serving(rig.model(tmp_path / "model"), **options),
+        pytest.raises(MisconfiguredError, match="another process"),
+    ):
+        rig.storage(socket, host, stack)
 
 
 def test_sglang_names_pages_of_other_adapters_and_salts_differently() -> None:

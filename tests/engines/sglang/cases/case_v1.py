@@ -124,3 +124,23 @@ def test_names_that_are_no_page_hashes_are_misses(socket: Path, stack: ExitStack
         assert store.batch_set_v1([name], rig.slots(host, 1)) == [False]
     names = rig.hashes(1)
     assert store.batch_set_v1(names, rig.slots(host, 1)) == [True]  # and the next call is served
+
+
+def test_an_error_of_our_own_is_a_miss_and_switches_the_backend_off(
+    socket: Path, stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, host = rig.mha_pool()
+    store = rig.storage(socket, host, stack)
+    names, indices = rig.hashes(2), rig.slots(host, 2)
+    assert store.batch_set_v1(names, indices) == [True, True]
+
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    store._pools["kv"].load = broken
+    assert store.batch_get_v1(names, indices) == [False, False]
+    assert "please report it" in caplog.text
+    assert store.batch_exists(names) == 0
+    assert store.batch_set_v1(names, indices) == [False, False]
+    assert store.batch_exists_v2(names).kv_hit_pages == 0
+    store.clear()

@@ -206,6 +206,7 @@ def patient() -> Iterator[None]:
     """A busy host may keep a node from answering for longer than an engine would wait."""
     with (
         patch.object(backend, "CONNECT_S", WAIT_S),
+        patch.object(backend, "QUERY_S", WAIT_S),
         patch.object(scheduler, "UNMEASURED_LOOKUP_WAIT_S", WAIT_S),
         patch.object(copying, "RESERVE_S", WAIT_S),
     ):
