@@ -25,6 +25,8 @@ with warnings.catch_warnings():
 __all__ = ["KvferryL2Adapter", "MemoryLayoutDesc", "ObjectKey"]
 
 WAIT_S = 60.0
+PATIENT = {"lookup_deadline_ms": 60_000, "load_deadline_ms": 60_000, "store_deadline_ms": 60_000}
+"""A test that is not about time should not fail for lack of it."""
 SHAPE = (2, 4, 256, 160)  # 640 KiB in bfloat16
 MODEL = "test/model"
 
@@ -35,7 +37,7 @@ def spec(url: str, **params: Any) -> dict[str, Any]:
         "type": "plugin",
         "module_path": "kvferry.engines.lmcache.adapter",
         "class_name": "KvferryL2Adapter",
-        "adapter_params": {"valkey": url, **params},
+        "adapter_params": {"valkey": url, **PATIENT, **params},
     }
 
 

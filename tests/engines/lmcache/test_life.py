@@ -18,7 +18,6 @@ pytestmark = [
 ]
 
 Open = Callable[..., Any]
-PATIENT = {"lookup_deadline_ms": 60_000, "load_deadline_ms": 60_000, "store_deadline_ms": 60_000}
 BRIEF = {"lookup_deadline_ms": 300, "load_deadline_ms": 300, "store_deadline_ms": 300}
 BOUND_S = 20.0
 """Far beyond every deadline here, and far below what an unbounded wait would take."""
@@ -65,7 +64,7 @@ def test_a_stopped_valkey_is_a_miss_within_the_deadline_and_serves_again(
 ) -> None:
     keys = [rig.key(n) for n in range(8)]
     one = opened(frail, **BRIEF)
-    assert rig.store(opened(frail, **PATIENT), keys, [rig.thing(n) for n in range(8)]).is_successful()
+    assert rig.store(opened(frail), keys, [rig.thing(n) for n in range(8)]).is_successful()
     frail.pause()
     _nothing_works_but_ends(rig, one)
     assert one.report_status()["is_healthy"], "an outage is no reason to restart LMCache"
@@ -126,7 +125,7 @@ def test_a_wrong_setting_stops_the_start_with_one_line(rig: Any, valkey: Server)
 def test_closing_in_the_middle_ends_every_touch_of_lmcaches_memory(rig: Any, valkey: Server) -> None:
     before = Census.now()
     shape = (8, 512, 512)
-    one = rig.loaded(valkey, **PATIENT)
+    one = rig.loaded(valkey)
     keys = [rig.key(n) for n in range(12)]
     assert rig.store(one, keys, [rig.thing(n, shape) for n in range(12)]).is_successful()
     into = [rig.thing(None, shape) for _ in keys]
@@ -147,7 +146,7 @@ def test_closing_in_the_middle_ends_every_touch_of_lmcaches_memory(rig: Any, val
 
 
 def test_listeners_hear_of_every_object_once_with_its_bytes(rig: Any, opened: Open, valkey: Server) -> None:
-    one, told = opened(valkey, **PATIENT), rig.Told()
+    one, told = opened(valkey), rig.Told()
     one.register_listener(told)
     keys = [rig.key(1), rig.key(2, cache_salt="alice")]
     things = [rig.thing(1), rig.thing(2)]
@@ -170,7 +169,7 @@ def test_listeners_hear_of_every_object_once_with_its_bytes(rig: Any, opened: Op
 def test_what_valkey_evicted_leaves_the_account_when_it_is_missed(
     rig: Any, opened: Open, valkey: Server
 ) -> None:
-    one, told = opened(valkey, **PATIENT), rig.Told()
+    one, told = opened(valkey), rig.Told()
     one.register_listener(told)
     assert rig.store(one, [rig.key(1)], [rig.thing(1)]).is_successful()
     valkey.ask("FLUSHALL")
@@ -180,7 +179,7 @@ def test_what_valkey_evicted_leaves_the_account_when_it_is_missed(
 
 
 def test_lmcaches_own_eviction_leaves_locked_objects_alone(rig: Any, opened: Open, valkey: Server) -> None:
-    one = opened(valkey, max_capacity_gb=1, **PATIENT)
+    one = opened(valkey, max_capacity_gb=1)
     assert one.supports_global_eviction
     keys = [rig.key(1), rig.key(2)]
     assert rig.store(one, keys, [rig.thing(1), rig.thing(2)]).is_successful()
@@ -195,8 +194,17 @@ def test_lmcaches_own_eviction_leaves_locked_objects_alone(rig: Any, opened: Ope
     assert rig.look_up(one, keys, rig.desc()) == []
 
 
-def test_nothing_that_lmcache_passes_raises(rig: Any, opened: Open, valkey: Server) -> None:
-    one = opened(valkey, **PATIENT)
+def test_nothing_that_lmcache_passes_raises_or_fills_the_log(
+    rig: Any, opened: Open, valkey: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = opened(valkey)
+    nowhere = [rig.thing(None, (0, 4)) for _ in range(100)]
+    keys = [rig.key(n) for n in range(100)]
+    assert not rig.store(one, keys, nowhere).is_successful()
+    assert rig.load(one, keys, nowhere) == []
+    assert [record.message for record in caplog.records if record.name == "kvferry.lmcache"] == [
+        "not stored or loaded: an object of 0 bytes: between 1 and 1073741824 are stored"
+    ]
     odd = [
         rig.key(1, model_name="m" * 5000, cache_salt="\udcff"),
         rig.key(2, kv_rank=-1),

@@ -207,6 +207,25 @@ def test_a_view_is_the_memory_itself_and_no_more_of_it() -> None:
         view(_thing(memory, 64), 65)
 
 
+def test_an_object_that_is_not_in_host_memory_is_refused() -> None:
+    class OnDisk:
+        metadata = None
+
+        @property
+        def data_ptr(self) -> int:
+            raise NotImplementedError("not addressable")
+
+        def get_physical_size(self) -> int:
+            return 10
+
+    with pytest.raises(RefusedError, match="not addressable: give LMCache"):
+        view(OnDisk(), 10)
+    on_gpu = _thing(bytearray(10), 10)
+    on_gpu.raw_data = SimpleNamespace(is_cpu=False)
+    with pytest.raises(RefusedError, match="outside host memory"):
+        view(on_gpu, 10)
+
+
 def test_layouts_follow_the_object_even_where_its_lists_are_reused() -> None:
     layouts = Layouts()
     kind = SimpleNamespace(itemsize=2)

@@ -43,6 +43,7 @@ STRIPE_S = 1e-4
 LOADED_BYTES_S = 500e6
 STORED_BYTES_S = 100e6
 MAX_LEARNT = 4096
+MAX_COMPLAINTS = 32
 _log = logging.getLogger("kvferry.lmcache")
 
 
@@ -80,6 +81,7 @@ class KvferryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
         self._learnt: dict[tuple[str, int, int], Layout] = {}
         self._holdings: Holdings[ObjectKey] = Holdings()
         self._locks: Locks[ObjectKey] = Locks()
+        self._complaints: set[str] = set()
         self._tasks = itertools.count()
         self._closing = threading.Lock()
         self._link = Link(partial(connect, settings))
@@ -264,8 +266,9 @@ class KvferryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             return
         try:
             start(tier, time.monotonic() + within_s)
-        except Exception:  # noqa: BLE001 - LMCache's controllers take no exception
-            _log.exception("a task could not be started")
+        except Exception as error:  # noqa: BLE001 - LMCache's controllers take no exception
+            _log.debug("a task could not be started", exc_info=True)
+            self._complain(f"a task could not be started: {type(error).__name__}: {error}")
             otherwise()
 
     def _parts(
@@ -278,10 +281,16 @@ class KvferryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
                 layout = self._layouts.of(thing)
                 found.append((place, self._names.ref(key, layout), view(thing, layout.nbytes)))
             except KvferryError as error:
-                _log.warning("%s of %s: %s", type(error).__name__, key.model_name, error)
+                self._complain(f"not stored or loaded: {error}")
                 continue
             self._learn(key, layout)
         return found
+
+    def _complain(self, message: str) -> None:
+        """Once for each thing that is wrong, since there may be thousands of objects with it."""
+        if message not in self._complaints and len(self._complaints) < MAX_COMPLAINTS:
+            self._complaints.add(message)
+            _log.warning("%s", message)
 
     def _learn(self, key: "ObjectKey", layout: Layout) -> None:
         """For who asks without telling a layout."""

@@ -61,10 +61,20 @@ class Layouts:
 
 
 def view(thing: MemoryObject, nbytes: int) -> memoryview:
-    """The object's first ``nbytes`` bytes, writable; good for as long as LMCache keeps the object."""
+    """The object's first ``nbytes`` bytes, writable; good for as long as LMCache keeps the object.
+
+    Raises RefusedError for an object that does not have them in host memory.
+    """
+    raw = getattr(thing, "raw_data", None)
+    if raw is not None and not getattr(raw, "is_cpu", True):
+        raise RefusedError("an object outside host memory: give LMCache an L1 of type DRAM")
     if nbytes > thing.get_physical_size():
         raise RefusedError(f"an object of {thing.get_physical_size()} bytes with a layout of {nbytes}")
-    return memoryview(_array_type(nbytes).from_address(thing.data_ptr)).cast("B")
+    try:
+        address = thing.data_ptr
+    except NotImplementedError as error:
+        raise RefusedError(f"{error}: give LMCache an L1 of type DRAM") from error
+    return memoryview(_array_type(nbytes).from_address(address)).cast("B")
 
 
 _ARRAY_TYPES: dict[int, Any] = {}
