@@ -67,11 +67,13 @@ class Asked:
         """The first position that the limit on what a lookup asks for left out."""
         asked = 0
         for at in range(len(self.wanted)):
-            lacking = [part for part in self.space.parts if (at, part) not in self.memory]
-            if asked and asked + len(lacking) > search.MAX_PROBED_PARTS:
+            numbers = [
+                self.space.trailing_of(part) for part in self.space.parts if (at, part) not in self.memory
+            ]
+            leading_on = sum(1 for number in numbers if not number or at + number > memory)
+            if asked and asked + leading_on > search.MAX_PROBED_PARTS:
                 return at
-            numbers = [self.space.trailing_of(part) for part in lacking]
-            asked += sum(1 for number in numbers if not number or at + number > memory)
+            asked += leading_on
         return len(self.wanted)
 
 

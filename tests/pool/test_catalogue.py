@@ -27,6 +27,14 @@ def test_registering_again_is_idempotent_and_differing_sizes_are_refused() -> No
     assert made.statistics().namespaces == 1
 
 
+@pytest.mark.parametrize("trailing", [(1,), (0, -1), tuple(range(65))])
+def test_trailing_numbers_that_cannot_be_are_refused(trailing: tuple[int, ...]) -> None:
+    made = Catalogue(SlotAllocator(16 * MIB))
+    with pytest.raises(RefusedError, match="trailing"):
+        made.register(SPACE, (MIB,) * max(2, len(trailing)), "default", trailing=trailing)
+    made.register(SPACE, (MIB,) * 64, "default", trailing=tuple(range(64)))
+
+
 @pytest.mark.parametrize(
     ("namespace", "part_bytes"),
     [

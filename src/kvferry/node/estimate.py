@@ -109,11 +109,13 @@ def _prefill(asked: Lookup) -> PrefillModel | None:
 def _lengths(space: Namespace, gaps: Sequence[Gap], usable: bytearray) -> list[Length]:
     """The usable boundaries, the longest of each of ``MAX_LENGTHS`` stretches, and what Valkey must bring."""
     chunks = usable.rfind(1)
-    absent: dict[int, list[int]] = {}  # by trailing number, bytes by position
+    numbers = {space.trailing_of(part) for part in space.parts}
+    absent = {number: [0] * chunks for number in numbers}  # bytes by position
     for gap in gaps:
-        for part in gap.parts if gap.position < chunks else ():
-            row = absent.setdefault(space.trailing_of(part), [0] * chunks)
-            row[gap.position] += space.part_bytes[part]
+        if gap.position >= chunks:
+            break
+        for part in gap.parts:
+            absent[space.trailing_of(part)][gap.position] += space.part_bytes[part]
     sums = {number: [0, *itertools.accumulate(row)] for number, row in absent.items()}
     step = -(-chunks // MAX_LENGTHS) or 1
     ends = {usable.rfind(1, 0, last + 1) for last in range(chunks, 0, -step)}

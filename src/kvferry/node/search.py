@@ -52,6 +52,11 @@ class Search:
     found: Callable[[Reach], None] | None = None  # set while the tier is asked
     gone: Callable[[], None] | None = None
 
+    def leads_on(self, position: int, part: int) -> bool:
+        """Whether a boundary beyond that of memory alone needs that part."""
+        trailing = self.space.trailing_of(part)
+        return not trailing or position + trailing > self.memory
+
 
 class Searches:
     """All that wait for a probe; loop thread only."""
@@ -123,15 +128,13 @@ class Searches:
 
     def _questions(self, search: Search) -> list[tuple[int, int]]:
         """Positions and parts that memory lacks and a boundary beyond its own needs, within the limit."""
-        space, questions = search.space, list[tuple[int, int]]()
+        questions: list[tuple[int, int]] = []
         for at, gap in enumerate(search.gaps):
-            if len(questions) + len(gap.parts) > MAX_PROBED_PARTS and questions:
+            wanted = [(gap.position, part) for part in gap.parts if search.leads_on(gap.position, part)]
+            if questions and len(questions) + len(wanted) > MAX_PROBED_PARTS:
                 search.unprobed = search.gaps[at:]
                 break
-            for part in gap.parts:
-                trailing = space.trailing_of(part)
-                if not trailing or gap.position + trailing > search.memory:
-                    questions.append((gap.position, part))
+            questions += wanted
         return questions
 
     def _late(self, search: Search) -> None:
@@ -151,10 +154,10 @@ class Searches:
                 for (position, part), outcome in zip(probed, outcomes, strict=True)
                 if outcome is not Outcome.OK
             ),
-            (Lack(gap.position, part, Reason.LIMIT) for gap in search.unprobed for part in gap.parts),
+            _unprobed(search),
         )
-        if search.space.trailing:
-            lacks = heapq.merge(lacks, _unasked(search, probed))
+        if search.space.trailing and search.memory:
+            lacks = heapq.merge(lacks, _unasked(search))
         reached = self._with_evictions(search, reach(search.space, len(search.chunks), lacks))
         if reached.reason not in _NO_FAILURE:
             self._state.counters.failed[reached.reason.value] += 1
@@ -182,10 +185,21 @@ class Searches:
         return replace(reached, reason=Reason.EVICTED) if evicted else reached
 
 
-def _unasked(search: Search, probed: Sequence[tuple[int, int]]) -> Iterator[Lack]:
-    """What memory lacks and the tier was not asked for: of use for boundaries before memory's alone."""
-    asked = set(probed)
-    for gap in search.gaps[: len(search.gaps) - len(search.unprobed)]:
+def _unprobed(search: Search) -> Iterator[Lack]:
+    """What the limit left out, as far as it matters: no boundary is known beyond a part of every chunk."""
+    for gap in search.unprobed:
         for part in gap.parts:
-            if (gap.position, part) not in asked:
+            if search.leads_on(gap.position, part):
+                yield Lack(gap.position, part, Reason.LIMIT)
+        if not all(search.space.trailing_of(part) for part in gap.parts):
+            return
+
+
+def _unasked(search: Search) -> Iterator[Lack]:
+    """What memory lacks and the tier was not asked for: of use for boundaries before memory's alone."""
+    for gap in search.gaps:
+        if gap.position >= search.memory:
+            return
+        for part in gap.parts:
+            if not search.leads_on(gap.position, part):
                 yield Lack(gap.position, part, None)

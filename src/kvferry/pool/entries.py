@@ -20,6 +20,8 @@ from kvferry.errors import RefusedError
 from kvferry.identity.names import MAX_PART_BYTES, MAX_PARTS, NAMESPACE_BYTES, PartKey
 from kvferry.pool.slots import Run
 
+MAX_TRAILING_NUMBERS = 64  # different ones in a namespace: a lookup keeps a row of its chunks for each
+
 Owner = int
 
 
@@ -193,6 +195,8 @@ def check_sizes(namespace: bytes, part_bytes: tuple[int, ...], trailing: tuple[i
             f"trailing numbers {trailing[:8]} for {len(part_bytes)} parts: give each part one of at least 0, "
             "or none at all"
         )
+    if len(set(trailing)) > MAX_TRAILING_NUMBERS:
+        raise RefusedError(f"{len(set(trailing))} different trailing numbers: at most {MAX_TRAILING_NUMBERS}")
 
 
 class Holdings:
