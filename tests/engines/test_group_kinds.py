@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.engines.test_identity import KEY, SETTINGS, config, model_directory
 
-from kvferry.engines.vllm.groups import kv_groups, kv_heads, layer_specs, layers_by_group, unshared
+from kvferry.engines.vllm.compat import unsupported_reason
+from kvferry.engines.vllm.groups import (
+    kv_groups,
+    kv_heads,
+    layer_specs,
+    layers_by_group,
+    surely_equal_heads,
+    unshared,
+)
 from kvferry.engines.vllm.identity import assign, chunk_geometry, rank_parts
 from kvferry.engines.vllm.kv_memory import KvMemory
 from kvferry.engines.vllm.messages import GroupFacts, WorkerFacts
@@ -129,6 +138,18 @@ def test_groups_that_an_engine_keeps_to_itself_and_models_without_any_have_a_rea
         kv_groups(cache(vllm, attention(vllm, "CrossAttentionSpec")))
 
 
+def test_with_drafts_states_over_pipeline_stages_have_a_reason(vllm: Any, tmp_path: Path) -> None:
+    """Stages but the last put accepted states in place later than with the step that stores them."""
+    engine, states = config(tmp_path), cache(vllm, attention(vllm), state(vllm))
+    engine.speculative_config = SimpleNamespace(method="ngram")
+    assert unsupported_reason(engine, states) is None
+    engine.parallel_config.pipeline_parallel_size = 2
+    assert "pipeline stages" in str(unsupported_reason(engine, states))
+    assert unsupported_reason(engine, cache(vllm, attention(vllm))) is None
+    engine.speculative_config = None
+    assert unsupported_reason(engine, states) is None
+
+
 HEADS: list[tuple[Spec, int, int, int]] = [
     (lambda vllm: [attention(vllm)], 8, 4, 8),
     (lambda vllm: [attention(vllm, num_kv_heads=1)], 2, 4, 2),
@@ -147,6 +168,27 @@ HEADS: list[tuple[Spec, int, int, int]] = [
 def test_ranks_share_what_is_surely_equal(vllm: Any, specs: Spec, total: int, ranks: int, heads: int) -> None:
     """And keep parts of their own where it is not."""
     assert kv_heads(specs(vllm), total_heads=total, ranks=ranks) == heads
+
+
+UNLIKE: list[tuple[dict[str, Any], int]] = [
+    ({"num_key_value_heads": 4, "num_attention_heads": 64}, 4),
+    ({"num_key_value_heads": 4, "swa_num_key_value_heads": 8}, 0),
+    ({"num_key_value_heads": 4, "num_global_key_value_heads": None}, 4),
+    ({"num_attention_groups": 4, "attention_other_setting": {"num_attention_groups": 8}}, 0),
+    ({"block_configs": [{"attention": {"n_heads_in_group": 8}}, {"attention": {"n_heads_in_group": 4}}]}, 0),
+    ({"num_kv_heads": [4, 8]}, 0),
+]
+
+
+@pytest.mark.parametrize(("config", "heads"), UNLIKE)
+def test_one_head_each_is_no_copy_where_layers_have_unlike_numbers_of_heads(
+    vllm: Any, config: dict[str, Any], heads: int
+) -> None:
+    """Eight ranks have one head each of four, twice, or one each of eight: the engine's numbers are equal."""
+    one_each = [attention(vllm, num_kv_heads=1)]
+    surely = surely_equal_heads([config, {}], total_heads=4, ranks=8)
+    assert kv_heads(one_each, total_heads=surely, ranks=8) == heads
+    assert surely_equal_heads([config, {}], total_heads=4, ranks=4) == 4  # where nothing is a copy
 
 
 def test_layers_go_to_their_groups_as_they_were_registered(vllm: Any) -> None:

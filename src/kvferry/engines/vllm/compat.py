@@ -9,9 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from kvferry.engines.vllm.companions import unsupported_companion
-from kvferry.engines.vllm.groups import unshared
+from kvferry.engines.vllm.groups import kv_groups, unshared
 from kvferry.engines.vllm.roles import KvRole
 from kvferry.errors import MisconfiguredError
+from kvferry.identity.geometry import GroupKind
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -88,8 +89,18 @@ def unsupported_reason(config: "VllmConfig", kv_cache: "KVCacheConfig") -> Unsup
 
     Such an engine runs as if there were no connector: a warning once, no lookups, no saves.
     """
-    reason = unsupported_by_config(config) or unshared(kv_cache)
+    reason = unsupported_by_config(config) or unshared(kv_cache) or _late_states(config, kv_cache)
     return Unsupported(reason) if reason is not None else None
+
+
+def _late_states(config: "VllmConfig", kv_cache: "KVCacheConfig") -> str | None:
+    """States are stored when their step ends. With drafts they are put in place once the step's tokens are
+    accepted, of which only the last pipeline stage hears in time.
+    """
+    staged = config.parallel_config.pipeline_parallel_size > 1 and config.speculative_config is not None
+    if staged and any(group.kind is GroupKind.STATE for group in kv_groups(kv_cache)):
+        return "recurrent state with speculative decoding over pipeline stages"
+    return None
 
 
 def unsupported_by_config(config: "VllmConfig") -> str | None:

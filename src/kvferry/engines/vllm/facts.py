@@ -4,7 +4,7 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvferry.engines.vllm.groups import kv_groups, kv_heads, layer_specs
+from kvferry.engines.vllm.groups import kv_groups, kv_heads, layer_specs, surely_equal_heads
 from kvferry.engines.vllm.layout import BlockLayout
 from kvferry.engines.vllm.messages import GroupFacts, WorkerFacts
 from kvferry.errors import KvferryError, MisconfiguredError
@@ -75,9 +75,14 @@ def _layout(config: "VllmConfig", modules: Sequence[Any], layout: BlockLayout, s
 
 
 def _kv_heads(config: "VllmConfig", specs: Sequence[Any]) -> int:
-    attends = any(hasattr(spec, "num_kv_heads") for spec in specs)
-    total = int(config.model_config.get_total_num_kv_heads()) if attends else 0
-    return kv_heads(specs, total_heads=total, ranks=int(config.parallel_config.tensor_parallel_size))
+    model, ranks = config.model_config, int(config.parallel_config.tensor_parallel_size)
+    if not any(hasattr(spec, "num_kv_heads") for spec in specs):
+        return kv_heads(specs, total_heads=0, ranks=ranks)
+    total = int(model.get_total_num_kv_heads())
+    drafts = getattr(config.speculative_config, "draft_model_config", None)
+    named = [model.hf_text_config.to_dict(), drafts.hf_text_config.to_dict() if drafts is not None else {}]
+    surely = surely_equal_heads(named, total_heads=total, ranks=ranks)
+    return kv_heads(specs, total_heads=surely, ranks=ranks)
 
 
 def gathered_facts(said: Sequence[object], *, ranks: int) -> list[WorkerFacts]:

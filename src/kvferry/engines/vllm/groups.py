@@ -1,6 +1,7 @@
 """vLLM's KV cache groups as this system names them, and which of them cannot be shared."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvferry.errors import MisconfiguredError
@@ -10,6 +11,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 _ALIGNED = "align"
+# How configurations call the KV heads of their layers, and what these are computed from layer by layer.
+_HEADS = re.compile(
+    r"kv_heads|key_value_heads|kv_n_heads|n_head_kv|attention_groups|group_num|heads_in_group"
+)
 
 
 def kv_groups(kv_cache: "KVCacheConfig") -> tuple[KvGroup, ...]:
@@ -105,6 +110,28 @@ def _layer_heads(spec: Any, *, total_heads: int, ranks: int) -> int:
     if spec.num_kv_heads == max(1, total_heads // ranks):
         return total_heads
     return int(spec.num_kv_heads) * ranks if ranks == 1 or spec.num_kv_heads > 1 else 0
+
+
+def surely_equal_heads(config: object, *, total_heads: int, ranks: int) -> int:
+    """``total_heads`` for ``kv_heads``; 0, no number, where ranks might take unlike heads for copies of one.
+
+    More ranks than heads hold copies. But of a layer with more heads than the rest, as sliding-window layers
+    may have (``swa_num_key_value_heads``), each rank has one too, and no two are equal. config: the model's,
+    as plain dictionaries and lists.
+    """
+    return total_heads if total_heads >= ranks or set(_head_counts(config)) <= {total_heads} else 0
+
+
+def _head_counts(config: object, name: str = "") -> Iterator[int]:
+    """Every number of KV heads that it gives, wherever."""
+    if isinstance(config, dict):
+        for inner, value in config.items():
+            yield from _head_counts(value, str(inner))
+    elif isinstance(config, list | tuple):
+        for value in config:
+            yield from _head_counts(value, name)
+    elif isinstance(config, int) and not isinstance(config, bool) and _HEADS.search(name):
+        yield config
 
 
 def layers_by_group(kv_cache: "KVCacheConfig", registered: Iterable[str]) -> list[list[str]]:
