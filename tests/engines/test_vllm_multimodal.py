@@ -84,6 +84,19 @@ def test_kv_in_8_bits_is_stored_and_loaded_as_it_is(engine: Engine) -> None:
     assert "'fp8'" in engine.text() or "fp8" in engine.text()
 
 
+def test_beams_are_those_of_own_hits(engine: Engine) -> None:
+    """Of text: vLLM searches beams with a tokenizer only."""
+    asked = _words(6, 500)
+    engine.generate(asked)
+    own = engine.ask("beams", prompt=asked, width=2, tokens=4)
+    engine.reset()
+    until_cached(engine, asked, 3 * BLOCK)
+    engine.reset()
+    before = engine.ask("metrics")["vllm:kvferry_loaded_tokens"]
+    assert engine.ask("beams", prompt=asked, width=2, tokens=4) == own
+    assert engine.ask("metrics")["vllm:kvferry_loaded_tokens"] > before
+
+
 def test_a_prompt_with_a_sound_is_loaded_and_says_the_same_as_with_an_own_hit(engine: Engine) -> None:
     asked = _with_sound(2)
     cold = _listen(engine, asked, 1)
