@@ -134,7 +134,7 @@ class SaveBatch:
             if (
                 again.outcome is ReserveOutcome.RESERVED
             ):  # evicted meanwhile, from a pool too small to hold it
-                self._worker.abandon(part, [digest])
+                self._worker.abandon(part, [digest], connection=again.connection)
             self.lost |= again.outcome is ReserveOutcome.FULL
 
     def _fill_one(self, position: int, part: int, fill: Fill) -> ReserveOutcome | None:
@@ -147,9 +147,10 @@ class SaveBatch:
             try:
                 fill(position, part, slot.view)
             except BaseException:
-                self._worker.abandon(part, [slot.digest])
+                self._worker.abandon(part, [slot.digest], connection=slot.connection)
                 raise
-            if self._worker.commit(part, [(slot.digest, part_checksums(slot.view))]):
+            filled = [(slot.digest, part_checksums(slot.view))]
+            if self._worker.commit(part, filled, connection=slot.connection):
                 self._stored = part, slot.digest
                 self.stored_parts += 1
                 self.stored_bytes += slot.view.nbytes
@@ -164,6 +165,7 @@ class SaveBatch:
         """What was reserved and is not filled."""
         left, self._slots = self._slots, {}
         for part in self._parts:
-            digests = [slot.digest for (_, of), slot in left.items() if of == part and slot.view is not None]
-            if digests:
-                self._worker.abandon(part, digests)
+            slots = [slot for (_, of), slot in left.items() if of == part and slot.view is not None]
+            for connection in {slot.connection for slot in slots}:  # one, but for a loss between the parts
+                digests = [slot.digest for slot in slots if slot.connection == connection]
+                self._worker.abandon(part, digests, connection=connection)

@@ -172,9 +172,13 @@ class Pending(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReservedSlot:
-    """index: position in the list that was asked for. view: writable when RESERVED, else None."""
+    """index: position in the list that was asked for. view: writable when RESERVED, else None.
+
+    connection: number of the one it came with, which it is lost with.
+    """
 
     index: int
     digest: bytes
     outcome: ReserveOutcome
     view: memoryview | None
+    connection: int | None = None

@@ -186,14 +186,17 @@ class WorkerClient:
             before += digests
         return slots
 
-    def commit(self, part: int, filled: Sequence[tuple[bytes, tuple[bytes, ...]]]) -> bool:
+    def commit(
+        self, part: int, filled: Sequence[tuple[bytes, tuple[bytes, ...]]], *, connection: int | None = None
+    ) -> bool:
         """Publish (digest, checksums per stripe) of slots that were reserved and are now filled.
 
-        Whether all of it left for the node; the slots of a connection that was lost are lost with it, even
-        if there is another one by now.
+        Whether all of it left for the node; the slots of a lost connection are lost with it. connection: the
+        slots', where several threads save: on the next one another may hold slots of these names.
         """
         with self._changed:
-            ours = [(digest, checksums) for digest, checksums in filled if (part, digest) in self._granted]
+            held = self._granted if connection in (None, self._connection.connects) else set()
+            ours = [(digest, checksums) for digest, checksums in filled if (part, digest) in held]
             self._granted.difference_update((part, digest) for digest, _ in ours)
             sent = len(ours) == len(filled)
             for at in range(0, len(ours), MAX_BATCH):
@@ -205,13 +208,15 @@ class WorkerClient:
                 sent &= self._connection.send(commit)
         return sent
 
-    def abandon(self, part: int, digests: Sequence[bytes]) -> None:
-        """Give reserved slots back."""
+    def abandon(self, part: int, digests: Sequence[bytes], *, connection: int | None = None) -> None:
+        """Give reserved slots back. connection: as for ``commit``."""
         with self._changed:
+            if connection not in (None, self._connection.connects):
+                return
             self._granted.difference_update((part, digest) for digest in digests)
-        for at in range(0, len(digests), MAX_BATCH):
-            chunks = b"".join(digests[at : at + MAX_BATCH])
-            self._connection.send(Abandon(namespace=self._namespace.namespace, part=part, chunks=chunks))
+            for at in range(0, len(digests), MAX_BATCH):
+                chunks = b"".join(digests[at : at + MAX_BATCH])
+                self._connection.send(Abandon(namespace=self._namespace.namespace, part=part, chunks=chunks))
 
     def statistics(self) -> WorkerStatistics:
         """A snapshot."""
@@ -363,16 +368,16 @@ class WorkerClient:
             stale = call.connects != self._connection.connects or not self._connection.is_up
             if call.answer is None or self._mapping is None or stale:
                 return _all_full(digests, index)
-            nbytes = self._namespace.part_bytes[part]
             self._granted.update((part, digest) for digest in call.granted)
             return [
                 ReservedSlot(
                     index + at,
                     digest,
                     place.outcome,
-                    self._mapping.view(place.offset, nbytes)
+                    self._mapping.view(place.offset, self._namespace.part_bytes[part])
                     if place.outcome is ReserveOutcome.RESERVED
                     else None,
+                    call.connects,
                 )
                 for at, (digest, place) in enumerate(zip(digests, call.answer.places, strict=True))
             ]
