@@ -57,6 +57,17 @@ def test_latent_pages_come_back_byte_for_byte(layout: str, socket: Path, stack: 
     assert rig.page_bytes(there, target) == rig.page_bytes(here, indices)
 
 
+def test_pages_in_one_block_come_back_byte_for_byte(socket: Path, stack: ExitStack) -> None:
+    _, here = rig.mha_pool("page_unified")
+    _, there = rig.mha_pool("page_unified")
+    rig.scramble(here)
+    names, indices, target = rig.hashes(3), rig.slots(here, 3), rig.slots(there, 3)
+    assert rig.storage(socket, here, stack).batch_set_v1(names, indices) == [True] * 3
+    assert rig.storage(socket, there, stack).batch_get_v1(names, target) == [True] * 3
+    assert torch.equal(there.kv_buffer[:3].view(torch.uint8), here.kv_buffer[:3].view(torch.uint8))
+    assert not torch.count_nonzero(there.kv_buffer[3:].view(torch.uint8))
+
+
 def test_only_the_named_pages_are_written(socket: Path, stack: ExitStack) -> None:
     _, here = rig.mha_pool()
     _, there = rig.mha_pool()
