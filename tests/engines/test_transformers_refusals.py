@@ -200,6 +200,20 @@ def test_weights_that_change_while_it_is_open_end_the_sharing_and_say_so_once(
     assert caplog.text.count("weights have changed") == 1
 
 
+def test_attention_that_is_set_anew_while_it_is_open_ends_the_sharing(
+    kit: Any, open_cache: Callable[..., Any]
+) -> None:
+    ids, model = kit.prompt(PROMPT), kit.llama()
+    cache = open_cache(model)
+    own = kit.own_prefix(model, ids, PROMPT)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager" if before != "eager" else "sdpa")
+    assert (cache.save(ids, own), cache.match(ids)) == (0, 0)
+    assert cache.statistics().refused == {"changed attention": 2}
+    model.set_attn_implementation(before)
+    assert cache.save(ids, own) == 3 * CHUNK
+
+
 def test_a_prompt_whose_tokens_do_not_say_it_all_is_computed(
     kit: Any, open_cache: Callable[..., Any]
 ) -> None:

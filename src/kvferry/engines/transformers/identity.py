@@ -145,9 +145,14 @@ def namespace_spec(
         geometry=layout.geometry,
         settings=(
             Setting("config", config),
-            Setting("attention", str(model.config._attn_implementation)),
+            Setting("attention", attention_of(model)),
         ),
     )
+
+
+def attention_of(model: Any) -> str:
+    """How it is computed, which can be set while the model is loaded and shows in the bits."""
+    return str(model.config._attn_implementation)
 
 
 def _config_text(config: Any) -> str:

@@ -20,6 +20,7 @@ from kvferry.client.store import PrefixStore, StoreStatistics
 from kvferry.config import client_group, client_token, default_socket_path
 from kvferry.engines.transformers import states
 from kvferry.engines.transformers.identity import (
+    attention_of,
     check_supported,
     measure_layout,
     namespace_spec,
@@ -95,7 +96,7 @@ class PrefixCache:
         self._model = model
         self._other_ids = other_token_ids(model.config)
         self._layout = measure_layout(model, chunk_tokens=chunk_tokens)
-        self._stamp = stamp(model)
+        self._stamp, self._attention = stamp(model), attention_of(model)
         self._key = DomainKey.load(domain, key_file=domain_key_file)
         spec = namespace_spec(model, self._layout, domain=domain, key=self._key, model_name=model_name)
         geometry = self._layout.geometry
@@ -249,6 +250,10 @@ class PrefixCache:
         if stamp(self._model) != self._stamp:
             return self._refuse(
                 "changed weights", "the model's weights have changed since: make a new PrefixCache"
+            )
+        if attention_of(self._model) != self._attention:
+            return self._refuse(
+                "changed attention", "the model's attention has changed since: make a new PrefixCache"
             )
         if not self._other_ids.isdisjoint(token_ids):
             return self._refuse("not only text", "prompts that are not only text are computed")
