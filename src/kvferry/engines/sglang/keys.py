@@ -2,7 +2,8 @@
 
 SGLang names a page by a SHA-256 chain over the tokens of its prefix, begun with the request's ``extra_key``
 (LoRA adapter id included) and ``cache_salt``; what stands for an image among the tokens follows from its
-pixels, or from a hash that the request brings, which is not seen here. The name is public: whoever knows a prompt can compute it. The digest is keyed with the domain's key.
+pixels, or from a hash that the request brings, which is not seen here. The name is public: whoever knows a
+prompt can compute it. The digest is keyed with the domain's key.
 """
 
 import re
