@@ -34,6 +34,12 @@ class TestGroups(ConnectorContract):
         equal(fleet.scheduler(second).counts.take()["loaded_bytes"], wanted, "bytes of a load of 24 tokens")
         self._end(fleet, first, second)
 
+    def test_a_chunk_counts_once_whatever_its_groups(self, fleet: SideFleet) -> None:
+        engine = fleet.engine()
+        self._store(fleet, engine, Prompt(42))
+        equal(fleet.scheduler(engine).counts.take()["stored_chunks"], 10, "chunks stored of 42 tokens")
+        self._end(fleet, engine)
+
     def test_a_boundary_without_its_state_is_passed_over(self, fleet: SideFleet) -> None:
         """Here the engine left states at 20 and 24 tokens only."""
         first, second = fleet.engine(), fleet.engine()

@@ -74,6 +74,12 @@ class ChunkGeometry:
         return any(group.trailing_chunks(self.chunk_tokens) for group in self.groups)
 
     @property
+    def counted_group(self) -> int:
+        """The first group of which every chunk has a part, if there is one."""
+        full = (at for at, group in enumerate(self.groups) if group.kind is GroupKind.FULL)
+        return next(full, 0)
+
+    @property
     def blocks_per_chunk(self) -> int:
         """Engine blocks in one chunk."""
         return self.chunk_tokens // self.block_tokens

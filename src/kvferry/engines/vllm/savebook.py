@@ -10,10 +10,14 @@ MAX_KNOWN_DIGESTS = 1 << 18
 
 
 class SaveBook:
-    """Scheduler's thread only. A group's part of a chunk is known once every rank has it in the node."""
+    """Scheduler's thread only. A group's part of a chunk is known once every rank has it in the node.
 
-    def __init__(self, pins: Pins, *, groups: int = 1) -> None:
+    counted: the group whose parts stand for chunks where these are counted.
+    """
+
+    def __init__(self, pins: Pins, *, groups: int = 1, counted: int = 0) -> None:
         self._pins = pins
+        self._counted = counted
         self._save_id = 0
         self._first_valid = 0  # saves before it were begun towards a node, or weights, of before
         self._saves: dict[int, SaveSpec] = {}
@@ -62,7 +66,7 @@ class SaveBook:
         everywhere = frozenset.intersection(*self._stored.pop(result.save_id))
         if result.save_id >= self._first_valid:
             self.remember((digest for digest in wanted if digest in everywhere), save.group)
-        return len(everywhere)
+        return len(everywhere) if save.group == self._counted else 0
 
     def remember(self, digests: Iterable[bytes], group: int = 0) -> None:
         """The group's parts of these are stored."""

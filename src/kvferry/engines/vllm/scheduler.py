@@ -69,7 +69,7 @@ class SchedulerSide:
         self._admission = admission
         self._client = client
         self._patience = Patience()
-        self._saves = SaveBook(pins, groups=len(geometry.groups))
+        self._saves = SaveBook(pins, groups=len(geometry.groups), counted=geometry.counted_group)
         self._saving = SavePlanner(geometry, admission, self._saves)
         self._foreign = ForeignLoads(steps_in_flight=steps_in_flight)
         self._prefill = prefill
