@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import mmap
 import os
 import select
 import signal
@@ -172,6 +173,22 @@ class NodeProcess(NodeProgram):
     def chunks(self) -> int:
         """How many it has in host memory."""
         return int(self.statistics()["catalogue"]["chunks"])
+
+    def spoil(self) -> None:
+        """Change one byte in every page of its host memory: everything there is corrupt."""
+        names = Path(f"/proc/{self.pid}/fd").iterdir()
+        pools = [name for name in names if os.readlink(name).startswith("/memfd:kvferry")]
+        assert len(pools) == 1, f"{len(pools)} pools"
+        with pools[0].open("r+b") as file, mmap.mmap(file.fileno(), 0) as pool:
+            end = 0
+            while True:
+                try:
+                    begin = os.lseek(file.fileno(), end, os.SEEK_DATA)
+                except OSError:  # nothing behind
+                    return
+                end = os.lseek(file.fileno(), begin, os.SEEK_HOLE)
+                for at in range(begin, end, mmap.PAGESIZE):
+                    pool[at] ^= 0xFF
 
 
 def arguments(model: Path, socket: Path, **more: Any) -> dict[str, Any]:
