@@ -12,7 +12,8 @@ from statistics import median
 
 MAX_SAMPLES_PER_SIZE = 8
 MAX_SIZES = 32  # powers of two of new tokens
-REWEIGHTINGS = 8
+REWEIGHTINGS = 32  # at most
+SETTLED = 5e-3  # a coefficient that changes by less than this share of itself has arrived
 SMALLEST_RESIDUAL = 0.02  # of a logarithm; below it all samples count the same
 SMALLEST_RATIO = 1e-6  # of predicted to measured
 TERM_PENALTY = 1.02  # a further term must lower the error by at least 2% to be believed
@@ -110,7 +111,11 @@ def _least_absolute(rows: Sequence[Sequence[float]], terms: Sequence[int]) -> Fe
         full = [0.0, 0.0, 0.0]
         for term, value in zip(terms, values, strict=True):
             full[term] = value
-        solved = (full[0], full[1], full[2])
+        before, solved = solved, (full[0], full[1], full[2])
+        if before is not None and all(
+            abs(new - old) <= SETTLED * abs(new) for new, old in zip(solved, before, strict=True)
+        ):
+            break
         weights = [_weight(ratio) for ratio in _ratios(rows, solved)]
     return solved if solved is not None and min(solved) >= 0 else None
 
