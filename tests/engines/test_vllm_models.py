@@ -1,4 +1,4 @@
-"""Real engines with models of every kind of KV memory that vLLM serves on a CPU. One engine for each.
+"""Real engines with models of the kinds of KV memory that vLLM serves on a CPU. One engine for each.
 
 An engine's own memory is emptied and overwritten with zeros before it loads: what it then answers with comes
 from the node.
@@ -27,7 +27,7 @@ class Style:
 
     page_bytes: one block of one layer. full: layers that need every block. trailing: layers that need their
     last ``window_blocks`` alone. state_bytes: of those that keep a recurrent state instead. group_layers: how
-    many layers share a block's number.
+    many layers share a block's number. tokens: of its prompts.
     """
 
     model: str
@@ -38,12 +38,13 @@ class Style:
     window_blocks: int
     state_bytes: int = 0
     group_layers: int = 1
+    tokens: int = TOKENS
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def reused(self) -> int:
-        """Tokens of a prompt of TOKENS that a hit saves."""
-        return (TOKENS - 1) // self.block * self.block
+        """Tokens of a prompt that a hit saves."""
+        return (self.tokens - 1) // self.block * self.block
 
     def nbytes(self, *, first: int = 0) -> int:
         """Of a load of ``reused`` tokens when the engine has ``first`` blocks itself."""
@@ -55,8 +56,8 @@ class Style:
 
 STYLES = [
     Style("gptoss", 128, 32 << 10, full=2, trailing=2, window_blocks=1, group_layers=2),
-    Style("gemma", 128, 64 << 10, full=1, trailing=5, window_blocks=2),
-    Style("llama4", 128, 32 << 10, full=1, trailing=3, window_blocks=2),
+    # The boundary at 896 lies in the middle of a local chunk of 256.
+    Style("llama4", 128, 32 << 10, full=1, trailing=3, window_blocks=1, tokens=1000),
     Style("qwen3next", 256, 128 << 10, full=1, trailing=3, window_blocks=1, state_bytes=68_608),
     # vLLM's CPU kernel for Mamba-2 fails where a prefill goes past a block whose state is kept.
     Style(
@@ -128,7 +129,7 @@ def served(
 
 
 def test_a_loaded_prefix_answers_as_the_engines_own(served: Served) -> None:
-    asked = prompt(1, TOKENS)
+    asked = prompt(1, served.style.tokens)
     cold = served.engine.generate(asked)
     own = served.engine.generate(asked)
     computed = served.engine.digests()
@@ -142,12 +143,12 @@ def test_a_loaded_prefix_answers_as_the_engines_own(served: Served) -> None:
 
 
 def test_a_load_brings_of_every_layer_what_it_needs(served: Served) -> None:
-    _, counted = served.until_loaded(prompt(1, TOKENS))
+    _, counted = served.until_loaded(prompt(1, served.style.tokens))
     assert counted["loaded_bytes"] == served.style.nbytes()
 
 
 def test_a_load_goes_on_from_what_the_engine_has(served: Served) -> None:
-    asked = prompt(2, TOKENS)
+    asked = prompt(2, served.style.tokens)
     served.engine.generate(asked)
     own = served.engine.generate(asked)
     loaded, counted = served.until_loaded(asked, first=1)
@@ -157,7 +158,7 @@ def test_a_load_goes_on_from_what_the_engine_has(served: Served) -> None:
 
 
 def test_a_load_that_fails_is_recomputed_and_its_bytes_are_not_used(served: Served) -> None:
-    asked = prompt(3, TOKENS)
+    asked = prompt(3, served.style.tokens)
     cold = served.engine.generate(asked)
     loaded, _ = served.until_loaded(asked)
     served.forget()
