@@ -16,19 +16,37 @@ _OPTIONS = (
     "context_length",
     "custom_weight_loader",
     "decode_attention_backend",
+    "decrypted_draft_config_file",
+    "disable_fast_image_processor",
     "dsa_decode_backend",
     "dsa_prefill_backend",
     "dsv4_attn_backend",
     "dsv4_prefill_backend",
+    "enable_decoder_swa_bounded_replay",
     "enable_deepseek_v4_fp4_indexer",
     "enable_dsa_cache_layer_split",
+    "enable_encoder_swa_bounded_replay",
+    "enable_int8_mamba_checkpoint",
+    "enable_linear_replayssm",
+    "enable_linear_replayssm_spec",
+    "enable_mamba_cache_stochastic_rounding",
     "enable_page_major_kv_layout",
+    "enable_w4a4_mxfp4_megamoe",
+    "flashinfer_mxfp4_moe_precision",
+    "image_processor_backend",
     "json_model_override_args",
+    "kt_max_deferred_experts_per_token",
+    "kt_method",
+    "kt_num_gpu_experts",
+    "kt_weight_path",
     "linear_attn_backend",
     "linear_attn_decode_backend",
     "linear_attn_prefill_backend",
     "load_format",
     "mamba_backend",
+    "mamba_ssm_dtype",
+    "mm_attention_backend",
+    "mm_process_config",
     "model_config_parser",
     "model_impl",
     "modelopt_quant",
@@ -40,7 +58,12 @@ _OPTIONS = (
     "rl_quant_profile",
     "speculative_algorithm",
     "speculative_draft_kv_cache_dtype",
+    "speculative_draft_load_format",
     "speculative_draft_model_quantization",
+    "speculative_draft_sink_size",
+    "speculative_draft_window_size",
+    "trust_mm_content_hashes",
+    "uno_lora_path",
 )
 _FROM_ELSEWHERE = ("remote_instance", "remote")
 
@@ -83,7 +106,7 @@ def pool_facts(name: str, pool: Any, pages: Pages, *, config: Any, page_tokens: 
         kind=type(pool).__name__,
         layout=_layout(pool),
         dtype=str(getattr(pool, "dtype", "none")).removeprefix("torch."),
-        shape=pages.shape,
+        shape=pages.shape + _state_types(pool),
         page_bytes=pages.nbytes,
         page_tokens=page_tokens,
         layers=(first_layer, int(end_layer) if end_layer is not None else first_layer),
@@ -103,6 +126,14 @@ def shared_by_ranks(pool: Any, config: Any) -> bool:
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
     return bool(config.is_mla_model) and not isinstance(pool, (MHATokenToKVPoolHost, MambaPoolHost))
+
+
+def _state_types(pool: Any) -> str:
+    """Of a pool of recurrent states, whose kinds have types of their own, which may be of one size."""
+    temporal = getattr(pool, "temporal_dtype", None)
+    if temporal is None:
+        return ""
+    return "".join(f" {kind}" for kind in (temporal, *(side.dtype for side in pool.slot_state_buffers)))
 
 
 def _layout(pool: Any) -> str:

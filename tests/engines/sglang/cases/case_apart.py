@@ -90,7 +90,13 @@ def test_other_weights_under_the_same_name_find_nothing(
 
 @pytest.mark.parametrize(
     "options",
-    [{"kv_cache_dtype": "fp8_e4m3"}, {"quantization": "awq"}, {"json_model_override_args": '{"a": 1}'}],
+    [
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"quantization": "awq"},
+        {"json_model_override_args": '{"a": 1}'},
+        {"kt_weight_path": "elsewhere"},
+        {"mm_attention_backend": "sdpa"},
+    ],
     ids=str,
 )
 def test_other_options_that_change_the_bytes_find_nothing(

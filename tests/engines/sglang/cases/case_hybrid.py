@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer, PoolTransferResult
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
@@ -55,6 +56,17 @@ class Engine:
         found = self.storage.batch_get_v2([moved(name, keys, indices)])
         assert found == {name: [True] * len(keys)}
         return rig.page_bytes(pool, indices)
+
+
+def test_states_of_another_type_of_one_size_are_not_found(socket: Path, stack: ExitStack) -> None:
+    names, found = rig.hashes(2), []
+    for temporal in (torch.float16, torch.bfloat16, torch.float16):
+        states, (_, pages) = rig.mamba_pool(temporal=temporal), rig.mha_pool()
+        storage = rig.storage(socket, pages, stack, sides={PoolName.KV: pages, PoolName.MAMBA: states})
+        found.append(storage._pools["mamba"].reach(names))
+        transfer = moved(PoolName.MAMBA, names, rig.slots(states, 2), TRAILING)
+        assert storage.batch_set_v2([transfer]) == {PoolName.MAMBA: [True, True]}
+    assert found == [0, 0, 2]
 
 
 def test_every_pool_of_a_hybrid_model_comes_back_byte_for_byte(socket: Path, stack: ExitStack) -> None:

@@ -160,11 +160,11 @@ def mla_pool(layout: str = "page_first") -> Any:
     return device, host
 
 
-def mamba_pool(*, side_state: bool = False) -> MambaPoolHost:
+def mamba_pool(*, side_state: bool = False, temporal: torch.dtype = torch.float32) -> MambaPoolHost:
     """Host slots for recurrent states of two layers."""
     slots = 8
     info = MambaStateBufferInfo(
-        temporal=torch.zeros(2, slots, 4, 6, dtype=torch.float32),
+        temporal=torch.zeros(2, slots, 4, 6, dtype=temporal),
         conv=(torch.zeros(2, slots, 5, 3, dtype=torch.bfloat16),),
         extra_checkpoint_buffers=(torch.zeros(slots, 7, dtype=torch.float32),) if side_state else (),
     )
