@@ -4,12 +4,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.engines.sglang.facts import check_text_alone
 from kvferry.engines.sglang.hits import MAX_QUESTIONS, Policy, SidePool, fold
 from kvferry.engines.sglang.identity import Adapter, EngineFacts, Identity, PoolFacts
 from kvferry.engines.sglang.keys import PageNames
@@ -212,6 +214,31 @@ def test_a_wrong_setting_is_refused_in_a_line_that_says_what_to_do(extra: dict[s
     with pytest.raises(MisconfiguredError) as refused:
         parse_settings(extra, environ={})
     assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+# ---- images
+
+
+def test_a_model_for_text_alone_is_served() -> None:
+    check_text_alone(SimpleNamespace(is_multimodal=False), path="m", encoders=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "encoders", "said"),
+    [
+        (SimpleNamespace(is_multimodal=True), False, "start it for text alone (--language-model-only"),
+        (SimpleNamespace(is_multimodal=False), True, "start it for text alone"),
+        (SimpleNamespace(is_multimodal=None), False, "cannot be told"),
+        (SimpleNamespace(), False, "cannot be told"),
+    ],
+    ids=str,
+)
+def test_a_model_that_takes_images_or_may_is_refused(model: Any, encoders: bool, said: str) -> None:
+    with pytest.raises(MisconfiguredError) as refused:
+        check_text_alone(model, path="/models/m", encoders=encoders)
+    assert said in str(refused.value)
+    assert "/models/m" in str(refused.value)
     assert "\n" not in str(refused.value)
 
 

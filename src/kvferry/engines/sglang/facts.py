@@ -66,6 +66,17 @@ _OPTIONS = (
     "uno_lora_path",
 )
 _FROM_ELSEWHERE = ("remote_instance", "remote")
+# What transformers and SGLang raise for a configuration they cannot make out, or of a release unlike this.
+_UNREADABLE = (
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def check_version(version: str) -> None:
@@ -76,16 +87,18 @@ def check_version(version: str) -> None:
 
 
 def engine_facts(version: str) -> EngineFacts:
-    """Raises MisconfiguredError in a process that no engine runs in, and for weights from elsewhere."""
+    """Raises MisconfiguredError where no engine runs, for weights from elsewhere, and for more than text."""
     read = _reader()
     if read("checkpoint_engine_wait_weights_before_ready") or read("load_format") in _FROM_ELSEWHERE:
         raise MisconfiguredError(
             f"weights come from another process, not from {read('model_path')}, so they cannot be told: "
             "start the engine from a checkpoint, or without this storage backend"
         )
+    path = str(read("model_path"))
+    check_text_alone(_model(path), path=path, encoders=bool(read("language_only")))
     return EngineFacts(
         version=version,
-        model_path=str(read("model_path")),
+        model_path=path,
         revision=_text(read("revision")),
         dtype=str(read("dtype")),
         kv_dtype=str(read("kv_cache_dtype")),
@@ -94,6 +107,25 @@ def engine_facts(version: str) -> EngineFacts:
         draft_revision=_text(read("speculative_draft_model_revision")),
         adapters=_adapters(read("lora_paths")),
         options={name: str(read(name)) for name in _OPTIONS},
+    )
+
+
+def check_text_alone(model: Any, *, path: str, encoders: bool) -> None:
+    """Raises MisconfiguredError for a model that takes images or sounds, and where that cannot be told.
+
+    A request may bring a hash of its own for an image, and that hash, not the image, is in the names of
+    pages: two images could be one page. model: SGLang's ``ModelConfig``. encoders: whether other engines
+    encode images for this one.
+    """
+    takes = True if encoders else getattr(model, "is_multimodal", None)
+    if takes is False:
+        return
+    if takes is not True:
+        raise _untold(path)
+    raise MisconfiguredError(
+        f"{path} takes images or sounds, for which a request may choose the name of its pages, so one user "
+        "could be given another's: start it for text alone (--language-model-only for models that have it, "
+        "without --enable-multimodal for those that need it), or without this storage backend"
     )
 
 
@@ -174,6 +206,24 @@ def _reader() -> Any:
         return getattr(bag, name)
 
     return read
+
+
+def _model(path: str) -> Any:
+    """The model as SGLang's scheduler knows it, read once more from its configuration."""
+    try:
+        from sglang.srt.configs.model_config import ModelConfig
+        from sglang.srt.runtime_context import get_server_args
+
+        return ModelConfig.from_server_args(get_server_args())
+    except _UNREADABLE as error:
+        raise _untold(path) from error
+
+
+def _untold(path: str) -> MisconfiguredError:
+    return MisconfiguredError(
+        f"whether {path} takes images or sounds, whose pages must not be shared, cannot be told from its "
+        "configuration: start the engine without this storage backend"
+    )
 
 
 def _text(value: Any) -> str | None:

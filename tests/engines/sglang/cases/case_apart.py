@@ -1,5 +1,6 @@
 """What must never be mixed: layouts, ranks, stages, weights, dtypes, adapters, salts; and clearing."""
 
+import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,58 @@ def test_weights_that_come_from_another_process_stop_the_start(
         pytest.raises(MisconfiguredError, match="another process"),
     ):
         rig.storage(socket, host, stack)
+
+
+def _with_images(architecture: str, family: str, text: str, vision: str) -> str:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    return json.dumps(
+        {
+            "architectures": [architecture],
+            "model_type": family,
+            "text_config": {"model_type": text, "num_key_value_heads": 2, **sizes},
+            "vision_config": {"model_type": vision},
+        }
+    )
+
+
+# SGLang serves the first with images unless told otherwise, the second for text alone.
+QWEN = _with_images("Qwen2VLForConditionalGeneration", "qwen2_vl", "qwen2_vl_text", "qwen2_vl")
+GEMMA = _with_images("Gemma3ForConditionalGeneration", "gemma3", "gemma3_text", "siglip_vision_model")
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "said"),
+    [
+        (QWEN, {}, "start it for text alone"),
+        (GEMMA, {"enable_multimodal": True}, "start it for text alone"),
+        (rig.TEXT_MODEL, {"language_only": True}, "start it for text alone"),
+        ("{}", {}, "cannot be told"),
+    ],
+    ids=["with images", "with images on demand", "with encoders elsewhere", "unknown"],
+)
+def test_a_model_that_takes_images_stops_the_start(
+    config: str, options: dict[str, Any], said: str, tmp_path: Path, socket: Path, stack: ExitStack
+) -> None:
+    _, host = rig.mha_pool()
+    with (
+        rig.serving(rig.model(tmp_path / "model", config=config), **options),
+        pytest.raises(MisconfiguredError, match=said),
+    ):
+        rig.storage(socket, host, stack)
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [(GEMMA, {}), (QWEN, {"language_model_only": True})],
+    ids=["unless asked", "when asked"],
+)
+def test_a_model_that_could_take_images_is_served_when_started_for_text_alone(
+    config: str, options: dict[str, Any], tmp_path: Path, socket: Path, stack: ExitStack
+) -> None:
+    _, host = rig.mha_pool()
+    with rig.serving(rig.model(tmp_path / "model", config=config), **options):
+        names = stored(rig.storage(socket, host, stack), host)
+        assert rig.storage(socket, host, stack).batch_exists(names) == len(names)
 
 
 def test_sglang_names_pages_of_other_adapters_and_salts_differently() -> None:

@@ -39,6 +39,16 @@ LAYERS = 3
 SLOTS = 16 * PAGE
 POOL_BYTES = 64 << 20
 LOOKUP_S, RESERVE_S = scheduler.UNMEASURED_LOOKUP_WAIT_S, copying.RESERVE_S
+TEXT_MODEL = json.dumps(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_hidden_layers": LAYERS,
+    }
+)
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
@@ -74,7 +84,7 @@ def one_rank() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def model(directory: Path, *, weights: bytes = b"w", config: str = "{}") -> Path:
+def model(directory: Path, *, weights: bytes = b"w", config: str = TEXT_MODEL) -> Path:
     """A checkpoint that is only looked at."""
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(config)
