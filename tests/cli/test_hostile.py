@@ -25,6 +25,7 @@ from kvferry.node.node import Node
 from kvferry.node.wire import PROTOCOL, Document, Refusal, Welcome
 
 POOL = "64MiB"
+WAIT_S = 60.0
 WELCOME = encode(Welcome(protocol=PROTOCOL, version=__version__, epoch=1, pid=1, pool_bytes=1))
 ANSWERS = {
     "noise": b"\xff" * 5000,
@@ -271,13 +272,24 @@ def test_a_wrong_token_is_bad_input_that_names_the_way_and_shows_neither(
     assert "heim" not in err.replace(str(path), "")
 
 
-def test_a_terminal_that_closes_ends_a_node_cleanly(tmp_path: Path) -> None:
+@pytest.fixture
+def hang_up_by_default() -> Iterator[None]:
+    """As in a terminal: a child inherits it when hang-ups are ignored here, as under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_terminal_that_closes_ends_a_node_cleanly(tmp_path: Path, hang_up_by_default: None) -> None:
     path = tmp_path / "s"
     command = [sys.executable, "-m", "kvferry", "node", "--socket", str(path), "--pool", POOL]
     with subprocess.Popen([*command, "--metrics-port", "0"], stderr=subprocess.PIPE, text=True) as node:
         assert node.stderr is not None
         assert "kvferry" in node.stderr.readline()
         node.send_signal(signal.SIGHUP)
+        try:
+            assert node.wait(WAIT_S) == 0
+        finally:
+            node.kill()
         assert node.stderr.read().endswith("stopping on SIGHUP\n")
-        assert node.wait(30) == 0
     assert not path.exists()
