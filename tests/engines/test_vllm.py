@@ -164,12 +164,14 @@ def engine_of(node: NodeProcess, models: Path, tmp_path: Path) -> Iterator[Calla
 
 
 class TestOtherEngines:
-    def test_a_hybrid_model_is_served_uncached_with_one_warning(
+    def test_an_engine_that_cannot_be_served_runs_uncached_with_one_warning(
         self, engine_of: Callable[..., Engine]
     ) -> None:
-        engine = engine_of("gemma", cores="0")
+        engine = engine_of("llama", cores="0", enable_prefix_caching=False)
         asked = prompt(1, 700)
         tokens = engine.generate(asked)["tokens"]
         engine.reset()
         assert engine.generate(asked) == {"tokens": tokens, "cached": 0}
-        assert engine.text().count("served without the shared cache") == 1
+        warnings = [line for line in engine.text().splitlines() if "served without the shared cache" in line]
+        assert len(warnings) == 1
+        assert "prefix caching switched off" in warnings[0]

@@ -262,7 +262,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         """The workers' facts are here: from now on requests are looked up."""
-        if self._unsupported is not None or self._scheduler is not None:
+        if self._scheduler is not None:
             return
         said = [fact for _, fact in sorted(metadata.items())]
         if any(isinstance(fact, WorkerFacts) for fact in said):  # else another connector's: ours come later
@@ -270,6 +270,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _begin(self, said: Sequence[object]) -> None:
         self._introductions.end()
+        if self._unsupported is not None:  # said at the start; workers say the same
+            return
         try:
             facts = gathered_facts(said, ranks=self._ranks)
             assignment = self._assign(facts)
