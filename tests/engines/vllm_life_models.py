@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.engines.vllm_models import HEAD, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCABULARY
+from tests.engines.vllm_models import HEAD, HEADS, HIDDEN, KV_HEADS, LAYERS, VOCABULARY, save
 
 AUDIO = 3
 MAX_SECONDS = 30  # of sound in one item: what the engine takes
@@ -32,22 +32,11 @@ def _text_config() -> Any:
     )
 
 
-def _save(model_class: Any, config: Any, directory: Path, *, seed: int) -> None:
-    import torch
-
-    torch.manual_seed(seed)
-    model = model_class(config).to(torch.bfloat16)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.data *= 4  # random output that depends on its input
-    model.save_pretrained(str(directory), safe_serialization=True)
-
-
 def other_llama(directory: Path) -> None:
     """The same model after more training, so to speak."""
     from transformers import LlamaForCausalLM
 
-    _save(LlamaForCausalLM, _text_config(), directory, seed=8)
+    save(LlamaForCausalLM, _text_config(), directory, seed=8)
 
 
 def draft(directory: Path) -> None:
@@ -56,7 +45,7 @@ def draft(directory: Path) -> None:
 
     config = _text_config()
     config.num_hidden_layers = 1
-    _save(LlamaForCausalLM, config, directory, seed=9)
+    save(LlamaForCausalLM, config, directory, seed=9)
 
 
 def eagle(directory: Path) -> None:
@@ -97,7 +86,7 @@ def mtp(directory: Path) -> None:
         tie_word_embeddings=False,
         num_nextn_predict_layers=1,
     )
-    _save(Ernie4_5_MoeForCausalLM, config, directory, seed=7)
+    save(Ernie4_5_MoeForCausalLM, config, directory, seed=7)
     path, layer = str(directory / "model.safetensors"), "model.layers.0."
     tensors = load_file(path)
     head = {
@@ -153,7 +142,7 @@ def listener(directory: Path) -> None:
     fields = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
     text = Qwen2Config(**(_text_config().to_dict() | fields | {"model_type": "qwen2"}))
     config = Qwen2AudioConfig(audio_config=ears, text_config=text, audio_token_index=AUDIO)
-    _save(Qwen2AudioForConditionalGeneration, config, directory, seed=7)
+    save(Qwen2AudioForConditionalGeneration, config, directory, seed=7)
     _rename_tensors(directory, "language_model.model.model.", "language_model.model.")
     processor = Qwen2AudioProcessor(
         feature_extractor=WhisperFeatureExtractor(feature_size=128),

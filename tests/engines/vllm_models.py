@@ -29,7 +29,7 @@ def llama(directory: Path, *, intermediate: int = 512, kv_heads: int = KV_HEADS)
     """Full attention, two KV heads: tensor-parallel over two ranks."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    _save(
+    save(
         LlamaForCausalLM,
         LlamaConfig(
             **_COMMON,
@@ -52,7 +52,7 @@ def gemma(directory: Path) -> None:
     """Sliding windows between full attention: a KV group for each layer."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    _save(
+    save(
         Gemma3ForCausalLM,
         Gemma3TextConfig(
             **_COMMON,
@@ -71,7 +71,7 @@ def gpt_oss(directory: Path) -> None:
     """Sliding windows of one block with attention sinks, full attention, experts."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    _save(
+    save(
         GptOssForCausalLM,
         GptOssConfig(
             **_COMMON,
@@ -91,7 +91,7 @@ def llama4(directory: Path) -> None:
     """Attention within chunks of 256 tokens, and full attention in the last layer."""
     from transformers import Llama4ForCausalLM, Llama4TextConfig
 
-    _save(
+    save(
         Llama4ForCausalLM,
         Llama4TextConfig(
             **_COMMON,
@@ -114,7 +114,7 @@ def qwen3_next(directory: Path) -> None:
     """Three layers of gated delta nets, one of full attention, experts."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
-    _save(
+    save(
         Qwen3NextForCausalLM,
         Qwen3NextConfig(
             **_COMMON,
@@ -142,7 +142,7 @@ def granite(directory: Path) -> None:
     """Three Mamba-2 layers, one of full attention: Granite 4."""
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
-    _save(
+    save(
         GraniteMoeHybridForCausalLM,
         GraniteMoeHybridConfig(
             **_COMMON,
@@ -171,7 +171,7 @@ def deepseek(directory: Path) -> None:
     """Multi-head latent attention with the latent sizes of DeepSeek V2 and V3; experts."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
 
-    _save(
+    save(
         DeepseekV2ForCausalLM,
         DeepseekV2Config(
             **_COMMON,
@@ -196,10 +196,11 @@ def deepseek(directory: Path) -> None:
     )
 
 
-def _save(model_class: Any, config: Any, directory: Path) -> None:
+def save(model_class: Any, config: Any, directory: Path, *, seed: int = 7) -> None:
+    """Random weights, drawn by ``seed``."""
     import torch
 
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     model = model_class(config).to(torch.bfloat16)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and "conv1d" not in name:
