@@ -4,7 +4,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,8 @@ from tests.engines.vllm_engines import Engine, arguments, environment
 from tests.engines.vllm_models import VOCABULARY
 
 from kvferry.demo.nodeview import NodeView
+from kvferry.errors import ClosedError
+from kvferry.testing.faults import Cut, Ending
 from kvferry.testing.holdings import NOTHING, wait_for_baseline
 from kvferry.testing.processes import NodeProgram
 from kvferry.testing.proxy import Proxy
@@ -22,7 +24,6 @@ BLOCK = 128
 CHUNKS = 11
 PROMPT_TOKENS = CHUNKS * BLOCK + 12
 CHUNK_BYTES = 128 << 10
-SLOW_BYTES_S = 1e6  # a load at this rate takes longer than it may
 WAIT_S = 120.0  # for what must happen by itself; generous, since the machine may be busy
 TRIES = 5
 
@@ -40,7 +41,10 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Fault:
-    """How to break a part and to mend it. before, during: what the engine may call it; empty: nothing."""
+    """How to break a part, and to mend it whether it broke or not.
+
+    before, during: what the engine may call it; empty: nothing.
+    """
 
     breaks: Callable[["Rig"], None]
     mends: Callable[["Rig"], None]
@@ -130,38 +134,50 @@ class Rig:
 
     def ask_during(self, fault: Fault) -> tuple[list[int], Found]:
         """The same, but it breaks while the load is under way: bytes have come, others are to come."""
+        seen = []
         for _ in range(TRIES):
-            asked, hit = self.stored(), False
+            asked = self.stored()
 
-            def caught(asked: list[int] = asked) -> dict[str, Any]:
-                nonlocal hit
-                hit = self.caught(asked, fault)
+            def broken(asked: list[int] = asked) -> dict[str, Any]:
+                seen.append(self.breaks_during(asked, fault))
                 found: dict[str, Any] = self.b.end()[0]
                 return found
 
-            found = self._watched(caught)
-            if hit and found.loads and not _merely_late(found, fault.during):
+            found = self._watched(broken)
+            if seen[-1] and found.loads and not _merely_late(found, fault.during):
                 return asked, found
-            if hit:
-                fault.mends(self)
+            seen[-1:] = [(seen[-1], found.loads, found.failures)]
+            fault.mends(self)
             self.node.restart()  # it may have thought Valkey too slow; it knows nothing of that now
+        raise AssertionError(f"no load could be caught in {TRIES} tries; caught, loads, failures: {seen}")
+
+    def killed_during(self) -> list[int]:
+        """A prompt, in the midst of whose load B was killed."""
+        kill = Fault(lambda rig: rig.b.kill(), lambda rig: None)
+        for _ in range(TRIES):
+            asked = self.stored()
+            if self.breaks_during(asked, kill):
+                return asked
+            self.b.end()
+            self.node.restart()
         raise AssertionError(f"no load could be caught in {TRIES} tries")
 
-    def caught(self, asked: list[int], fault: Fault) -> bool:
-        """Whether it broke during B's load; the answer is still to be waited for."""
-        replies = self.proxy.replies
-        replies.rate_bytes_s = SLOW_BYTES_S
-        try:
-            begun = replies.passed_bytes
-            self.b.begin("generate", prompt=asked)
-            while replies.passed_bytes < begun + CHUNK_BYTES:
-                if self.b.answered():
-                    return False
-                time.sleep(0.001)
-            fault.breaks(self)
-            return True
-        finally:
-            replies.rate_bytes_s = None
+    def breaks_during(self, asked: list[int], fault: Fault) -> bool:
+        """Whether it broke during B's load; the answer is still to be waited for.
+
+        The load is held at a byte until it broke, so that neither may be too quick for the other.
+        """
+        held = self.proxy.replies.once(Cut(CHUNK_BYTES, Ending.STALL))
+        self.b.begin("generate", prompt=asked)
+        while not held.fired:
+            if self.b.answered():
+                self.proxy.heal()
+                return False
+            time.sleep(0.001)
+        fault.breaks(self)
+        with suppress(ClosedError):  # it may have been the proxy that broke
+            self.proxy.release()
+        return True
 
     def _watched(self, ask: Callable[[], dict[str, Any]]) -> Found:
         before = self.b.ask("metrics")

@@ -239,13 +239,25 @@ def test_one_way_can_be_a_black_hole_alone(proxy: Proxy, client: socket.socket, 
     assert read(client, 5) == b"heard"
 
 
-def test_a_stall_at_a_byte_lasts_until_it_is_healed(proxy: Proxy, client: socket.socket) -> None:
+@pytest.mark.parametrize("ends", [Proxy.heal, Proxy.release])
+def test_a_stall_at_a_byte_lasts_until_it_is_healed_or_released(
+    proxy: Proxy, client: socket.socket, ends: Callable[[Proxy], None]
+) -> None:
     proxy.replies.once(Cut(10, Ending.STALL))
     client.sendall(DATA)
     assert read(client, 10) == DATA[:10]
     assert not select.select([client], [], [], 0.1)[0]
-    proxy.heal()
+    ends(proxy)
     assert read(client, len(DATA) - 10) == DATA[10:]
+
+
+def test_a_release_leaves_all_else_as_it_is(proxy: Proxy, client: socket.socket) -> None:
+    proxy.requests.latency_s = 0.05
+    armed = proxy.replies.once(Corrupt(0, 1))
+    proxy.release()
+    assert (proxy.requests.latency_s, armed.fired) == (0.05, 0)
+    client.sendall(b"x")
+    assert read(client, 1) != b"x"
 
 
 def test_a_server_that_vanishes_leaves_the_client_half_open(
@@ -378,6 +390,7 @@ def test_commands_set_what_they_name(proxy: Proxy) -> None:
         "requests insert 5",
         "refusing on",
         "vanish client",
+        "release",
         "reset",
     ):
         obey(proxy, line)

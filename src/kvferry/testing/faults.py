@@ -22,7 +22,7 @@ class Ending(Enum):
     CLOSE = "close"  # both are told, in order
     RESET = "reset"  # both get a TCP reset
     VANISH = "vanish"  # the sender is gone and the receiver is not told: half open
-    STALL = "stall"  # nobody is told; nothing more passes this way until ``Proxy.heal``
+    STALL = "stall"  # nobody is told; nothing more passes this way until ``Proxy.release``
 
 
 @dataclass(frozen=True, slots=True)

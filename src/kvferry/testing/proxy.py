@@ -95,6 +95,10 @@ class Proxy:
         self.refusing = False
         for way in (self.requests, self.replies):
             way.heal()
+        self.release()
+
+    def release(self) -> None:
+        """Pass on what a stall held back. All else stays as it is."""
 
         def release(link: Link) -> None:
             for lane in link.lanes:
@@ -212,7 +216,7 @@ commands, one a line, WAY is requests, replies or both:
   WAY black_hole on|off
   WAY cut BYTE [close|reset|vanish|stall]   once, after so many more bytes
   WAY corrupt|insert BYTE [COUNT]           once
-  reset | vanish client|server | refusing on|off | heal
+  reset | vanish client|server | refusing on|off | release | heal
 each is answered with "ok" or "error: ..."
 """
 _SWITCH = {"on": True, "off": False}
@@ -226,6 +230,8 @@ def obey(proxy: Proxy, line: str) -> None:
                 proxy.reset()
             case ["heal"]:
                 proxy.heal()
+            case ["release"]:
+                proxy.release()
             case ["vanish", side]:
                 proxy.vanish(Side(side))
             case ["refusing", switch]:
