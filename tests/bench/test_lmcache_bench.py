@@ -19,14 +19,14 @@ def parse(*words: str) -> argparse.Namespace:
 
 @pytest.mark.engine
 def test_lmcaches_own_bench_verifies_ours_beside_resp_and_valkey(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ("--turns", "1", "--rounds", "2", "--keys", "6", "--arms", "kvferry,resp,valkey", "--json")
+    small = ("--turns", "1", "--rounds", "2", "--keys", "6", "--arms", "kvferry,resp,valkey,bare", "--json")
     assert lmcache.main(parse(*small)) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["not_measured"] == {}
     assert [row["operation"] for row in report["operations"]] == ["load", "store"]
     for row in report["operations"]:
-        assert set(row["gb_s"]) == {"kvferry", "resp", "valkey"}
-        assert set(row["ratio"]) == {"resp", "valkey"}
+        assert set(row["gb_s"]) == {"kvferry", "resp", "valkey", "bare"}
+        assert set(row["ratio"]) == {"resp", "valkey", "bare"}
         assert min(row["gb_s"].values()) > 0
 
 
@@ -38,6 +38,14 @@ def test_the_table_marks_what_falls_short() -> None:
     ).splitlines()
     assert [line.endswith("short") for line in lines if line.startswith(("load", "store"))] == [False, True]
     assert lines[-1] == "valkey: not measured: glide_sync is not installed"
+
+
+def test_the_limit_is_measured_without_lmcache_and_nothing_is_wanted_of_it() -> None:
+    report = lmcache.Report(turns=1, rounds=2, keys=3, data_kib=64)
+    lmcache.run(report, [], bare=True)
+    assert all(row.gb_s["bare"] > 0 for row in report.operations)
+    limit = lmcache.Compared("load", {"kvferry": 1.0, "bare": 2.0}, {"bare": 0.5}, {"bare": (0.4, 0.6)})
+    assert lmcache.render(lmcache.Report(operations=[limit])).splitlines()[-1].endswith("0.40-0.60")
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """``kvferry bench lmcache``: LMCache's own ``bench l2`` over its Valkey adapters and over ours, in turn.
 
 Every turn runs ``lmcache bench l2 --no-skip-verify`` once per arm, each in a process of its own against a
-server of its own. A figure is the median over turns of the median round that LMCache reports; a ratio is
-the median of the turns' own ratios, shown with its quartiles.
+server of its own. The arm ``bare`` is the limit of server and loopback: one socket that moves the same
+objects and verifies nothing. A figure is the median over turns of the median round that LMCache reports; a
+ratio is the median of the turns' own ratios, shown with its quartiles.
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -13,12 +15,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvferry.bench.tier_arms import BareArm, parts_in_memory
 from kvferry.demo.processes import StoppedError, stop_on_signals
 from kvferry.errors import BrokenError, MisconfiguredError
 from kvferry.testing.servers import Server, running_server
@@ -101,6 +105,7 @@ ARMS = (
     Arm("resp-2", lambda port: _resp(port, num_workers=2)),
     Arm("valkey", lambda port: {"type": "valkey", "startup_nodes": f"127.0.0.1:{port}"}, needs="glide_sync"),
 )
+BARE = "bare"
 # For tuning: another number of connections than the default.
 VARIANTS = tuple(
     Arm(f"{OURS}-{n}", partial(_ours, fetch_connections=n, store_connections=n)) for n in (1, 2, 3, 4)
@@ -109,7 +114,7 @@ VARIANTS = tuple(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``kvferry bench lmcache``."""
-    names = ",".join(arm.name for arm in ARMS)
+    names = ",".join((*(arm.name for arm in ARMS), BARE))
     for flag, default, what in (
         ("--turns", TURNS, "runs of each arm"),
         ("--rounds", ROUNDS, "rounds within a run"),
@@ -138,7 +143,7 @@ def main(args: argparse.Namespace) -> int:
         if not 1 <= number <= highest:
             raise MisconfiguredError(f"{flag} {number}: between 1 and {highest}")
     chosen = args.arms.split(",")
-    known = {arm.name: arm for arm in (*ARMS, *VARIANTS)}
+    known: dict[str, Arm | None] = {arm.name: arm for arm in (*ARMS, *VARIANTS)} | {BARE: None}
     for name in chosen:
         if name not in known:
             raise MisconfiguredError(f"--arms {name!r}: arms are {', '.join(known)}")
@@ -149,7 +154,8 @@ def main(args: argparse.Namespace) -> int:
         with stop_on_signals():
             run(
                 report,
-                [known[name] for name in chosen],
+                [arm for name in chosen if (arm := known[name]) is not None],
+                bare=BARE in chosen,
                 progress=lambda line: print(line, file=sys.stderr, flush=True),
             )
     except StoppedError as stopped:
@@ -159,21 +165,29 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def run(report: Report, arms: Sequence[Arm], *, progress: Progress = lambda line: None) -> None:
+def run(
+    report: Report,
+    arms: Sequence[Arm],
+    *,
+    bare: bool = False,
+    progress: Progress = lambda line: None,
+) -> None:
     """Fill in the report. Raises BrokenError where LMCache finds that bytes came back different."""
-    ready: list[Arm] = []
+    ways: dict[str, Callable[[], Run]] = {}
     for arm in arms:
         if arm.needs and importlib.util.find_spec(arm.needs) is None:
             report.not_measured[arm.name] = f"{arm.needs} is not installed"
         else:
-            ready.append(arm)
-    runs: dict[str, list[Run]] = {arm.name: [] for arm in ready}
+            ways[arm.name] = partial(_measure, arm, report)
+    if bare:
+        ways[BARE] = partial(_measure_bare, report)
+    runs: dict[str, list[Run]] = {name: [] for name in ways}
     for turn in range(report.turns):
-        for arm in ready if turn % 2 else reversed(ready):
-            found = _measure(arm, report)
-            runs[arm.name].append(found)
+        for name in ways if turn % 2 else reversed(ways):
+            found = ways[name]()
+            runs[name].append(found)
             progress(
-                f"turn {turn + 1}/{report.turns} {arm.name}: "
+                f"turn {turn + 1}/{report.turns} {name}: "
                 f"load {found.load_gb_s:.2f}, store {found.store_gb_s:.2f} GB/s"
             )
     report.operations = [
@@ -182,12 +196,38 @@ def run(report: Report, arms: Sequence[Arm], *, progress: Progress = lambda line
     ]
 
 
-def _measure(arm: Arm, report: Report) -> Run:
-    """On a server of its own, so that no run meets what another has left."""
+def _server(report: Report) -> contextlib.AbstractContextManager[Server]:
+    """One for each run, so that none meets what another has left."""
     stored_bytes = (report.rounds + WARMUP_ROUNDS) * report.keys * report.data_kib << 10
     room = max(int(stored_bytes * SERVER_ROOM), 64 << 20)
+    return running_server("--maxmemory", str(room), "--maxmemory-policy", "allkeys-lru")
+
+
+def _measure_bare(report: Report) -> Run:
+    part_bytes, nbytes = report.data_kib << 10, report.keys * report.data_kib << 10
+    store_s: list[float] = []
+    load_s: list[float] = []
+    with _server(report) as server, parts_in_memory(part_bytes, nbytes) as made:
+        arm, parts = BareArm(server.address), made
+        try:
+            for _ in range(WARMUP_ROUNDS + report.rounds):
+                began = time.perf_counter()
+                arm.set(parts)
+                stored = time.perf_counter()
+                arm.get(parts)
+                load_s.append(time.perf_counter() - stored)
+                store_s.append(stored - began)
+                parts.verify()
+                parts = parts.renamed()
+        finally:
+            arm.close()
+    medians = [statistics.median(times[WARMUP_ROUNDS:]) for times in (store_s, load_s)]
+    return Run(store_gb_s=nbytes / medians[0] / 1e9, load_gb_s=nbytes / medians[1] / 1e9)
+
+
+def _measure(arm: Arm, report: Report) -> Run:
     with (
-        running_server("--maxmemory", str(room), "--maxmemory-policy", "allkeys-lru") as server,
+        _server(report) as server,
         tempfile.TemporaryDirectory(prefix="kvferry-bench-") as directory,
     ):
         report.server = report.server or _version(server)
@@ -250,11 +290,14 @@ def render(report: Report) -> str:
     ]
     for row in report.operations:
         for peer, ratio in row.ratio.items():
-            wanted = WANTED_LOAD.get(peer, 1.0) if row.operation == "load" else WANTED_STORE
             low, high = row.quartiles[peer]
-            lines.append(
+            line = (
                 f"{row.operation:6}{peer:>10}{row.gb_s[peer]:>6.2f}{row.gb_s[OURS]:>10.2f}{ratio:>8.2f}"
-                f"{f'{low:.2f}-{high:.2f}':>14}{wanted:>8.2f}" + ("" if ratio >= wanted else "  short")
+                f"{f'{low:.2f}-{high:.2f}':>14}"
             )
+            if peer != BARE:
+                wanted = WANTED_LOAD.get(peer, 1.0) if row.operation == "load" else WANTED_STORE
+                line += f"{wanted:>8.2f}" + ("" if ratio >= wanted else "  short")
+            lines.append(line)
     lines += [f"{arm}: not measured: {why}" for arm, why in report.not_measured.items()]
     return "\n".join(lines)

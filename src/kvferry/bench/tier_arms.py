@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from kvferry.errors import BrokenError, MisconfiguredError
@@ -42,6 +42,13 @@ class Parts:
     def nbytes(self) -> int:
         """Payload bytes of all parts."""
         return sum(ref.nbytes for ref in self.refs)
+
+    def renamed(self) -> "Parts":
+        """The same parts under names that nobody has used."""
+        refs = tuple(
+            PartRef(PartKey(ref.key.namespace, os.urandom(32), ref.key.part), ref.nbytes) for ref in self.refs
+        )
+        return replace(self, refs=refs)
 
     def verify(self) -> None:
         """BrokenError unless the target holds the source's bytes."""
