@@ -32,6 +32,7 @@ VERBS = {
     "flags": ("kvferry.cli.flags", "print what adds kvferry to an engine, or its user to Valkey"),
     "status": ("kvferry.cli.status", "what the node of this host holds and does"),
     "explain": ("kvferry.cli.explain", "why a request hit or missed"),
+    "size": ("kvferry.cli.size", "KV bytes of a model per token and per request, from its config"),
     "drop": ("kvferry.cli.drop", "forget what a tier holds"),
     "demo": ("kvferry.demo.main", "a whole fleet on this machine, proving reuse with a real engine"),
     "bench": ("kvferry.cli.bench", "measure tiers or engines on this machine"),
@@ -64,7 +65,7 @@ def _overview() -> Parser:
     parser.add_argument("--version", action="version", version=f"kvferry {__version__}")
     verbs = parser.add_argument_group("verbs")
     for name, (_, line) in VERBS.items():
-        verbs.add_argument(f"{name:<8}", nargs="?", help=line, metavar=f"{name:<8}")
+        verbs.add_argument(f"{name:<11}", nargs="?", help=line, metavar=f"{name:<11}")
     return parser
 
 

@@ -1,0 +1,101 @@
+"""Arguments and numbers that the sizing verbs share: a model as it is served, tokens, bytes."""
+
+import argparse
+import json
+import re
+from typing import Any
+
+from kvferry.errors import MisconfiguredError
+from kvferry.models.catalogue import find_model
+from kvferry.models.layers import Model
+from kvferry.models.precision import KV_DTYPES, kv_dtype
+from kvferry.models.reserve import Allocator, EngineRules
+from kvferry.models.sizes import MAX_RANKS, Sizing
+from kvferry.values import parse_count
+
+MAX_TOKENS = 1 << 30
+CONTEXTS = tuple(1 << power for power in range(12, 21))  # 4K to 1M
+_TOKENS = re.compile(r"(\d+(?:\.\d+)?)([KM]?)", re.IGNORECASE)
+
+
+def parse_tokens(text: str) -> int:
+    """``28000``, ``128K`` (131,072) or ``1M`` (1,048,576). Raises MisconfiguredError."""
+    match = _TOKENS.fullmatch(text.strip().replace(",", ""))
+    if match is None or len(text) > 20:
+        raise MisconfiguredError(f"{text!r} is no number of tokens; write it like 28000 or 128K (x 1,024)")
+    number = int(float(match[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[match[2].upper()])
+    if not 1 <= number <= MAX_TOKENS:
+        raise MisconfiguredError(f"{text!r} is outside 1 to {MAX_TOKENS:,} tokens")
+    return number
+
+
+def tokens(number: int) -> str:
+    """``4K``, ``1M``, else the number."""
+    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
+        if number >= size and not number % size:
+            return f"{number // size}{unit}"
+    return f"{number:,}"
+
+
+def binary(nbytes: float) -> str:
+    """Bytes in powers of 1,024: ``16.00 GiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:,.0f} B" if unit == "B" else f"{nbytes:,.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:,.2f} GiB"
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """``FIELD=VALUE``: the value is JSON, or else a text. Raises MisconfiguredError."""
+    field, equals, value = text.partition("=")
+    if not equals or not field.strip() or not value.strip():
+        raise MisconfiguredError(f"--set {text!r} is not FIELD=VALUE, like num_key_value_heads=8")
+    try:
+        return field.strip(), json.loads(value)
+    except (ValueError, RecursionError):
+        return field.strip(), value.strip()
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """The model, its dtype, its split and how the engine rounds."""
+    parser.add_argument(
+        "model",
+        nargs="?" if optional else None,
+        help="a config.json, a directory with one, or a name of the catalogue",
+    )
+    parser.add_argument("--tp", default="1", metavar="N", help="tensor-parallel ranks (1)")
+    parser.add_argument("--pp", default="1", metavar="N", help="pipeline-parallel ranks (1)")
+    parser.add_argument("--kv-dtype", default="bf16", metavar="DTYPE", help=f"{', '.join(KV_DTYPES)}")
+    parser.add_argument("--block-tokens", default="16", metavar="N", help="tokens of an engine block (16)")
+    parser.add_argument("--batched-tokens", default="8192", metavar="N", help="max_num_batched_tokens (8192)")
+    parser.add_argument(
+        "--allocator",
+        choices=[allocator.value for allocator in Allocator],
+        default=Allocator.GROUPED.value,
+        help="grouped: each kind of layer keeps what it needs (vLLM); whole: every layer keeps every token",
+    )
+    parser.add_argument("--set", action="append", metavar="FIELD=VALUE", help="replace a field of the config")
+    parser.add_argument("--json", action="store_true", help="everything, for programs")
+
+
+def model_of(args: argparse.Namespace) -> Model:
+    """The model asked for. Raises MisconfiguredError."""
+    if not args.model:
+        raise MisconfiguredError("no model given; give a config.json, a model directory, or a name of --list")
+    return find_model(args.model, dict(parse_override(text) for text in args.set or ()))
+
+
+def sizing_of(args: argparse.Namespace, model: Model, dtype: str = "") -> Sizing:
+    """The model as served. ``dtype`` overrides that of the arguments. Raises MisconfiguredError."""
+    return Sizing(
+        model,
+        kv_dtype(dtype or args.kv_dtype),
+        tensor=parse_count(args.tp, lowest=1, highest=MAX_RANKS),
+        pipeline=parse_count(args.pp, lowest=1, highest=MAX_RANKS),
+        engine=EngineRules(
+            block_tokens=parse_count(args.block_tokens, lowest=1, highest=1 << 16),
+            batched_tokens=parse_count(args.batched_tokens, lowest=1, highest=1 << 24),
+            allocator=Allocator(args.allocator),
+        ),
+    )

@@ -1,0 +1,111 @@
+"""The fields of a config, read by name: what is missing is refused, all of it in one line."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvferry.errors import MisconfiguredError
+
+MAX_LAYERS = 4096
+MAX_DIM = 1 << 24
+
+
+class Facts:
+    """A config's fields. Remembers which were read, and what to tell about them."""
+
+    def __init__(self, fields: Mapping[str, Any], *, name: str, model_type: str) -> None:
+        self.fields = fields
+        self.name = name
+        self.model_type = model_type
+        self.used: dict[str, Any] = {}
+        self.notes: list[str] = []
+
+    def refuse(self, message: str) -> MisconfiguredError:
+        """The error to raise about this config."""
+        return MisconfiguredError(f"{self.name} (model_type {self.model_type}): {message}")
+
+    def has(self, field: str) -> bool:
+        """Whether the config gives it, and not as null."""
+        return self.fields.get(field) is not None
+
+    def need(self, *fields: str) -> None:
+        """Raise MisconfiguredError that lists every one of ``fields`` that is missing."""
+        missing = [field for field in fields if not self.has(field)]
+        if missing:
+            first = missing[0]
+            raise self.refuse(
+                f"the config has no {', '.join(missing)}; without it the size would be a guess: take the "
+                f"model's own config.json, or give it yourself like --set {first}=VALUE"
+            )
+
+    def number(self, field: str, default: int | None = None, *, lowest: int = 1) -> int:
+        """A whole number. ``default``: what the architecture's reference code takes where it is left out.
+
+        Raises MisconfiguredError where it is missing without a default, or is no such number.
+        """
+        if not self.has(field) and default is not None:
+            self.note(f"the config leaves out {field}: {default}, the default of {self.model_type}")
+            self.used[field] = default
+            return default
+        self.need(field)
+        value = self.fields[field]
+        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= MAX_DIM:
+            raise self.refuse(f"{field} is {value!r}: a whole number from {lowest} is needed")
+        self.used[field] = value
+        return value
+
+    def optional(self, field: str) -> int:
+        """A whole number, or 0 where it is left out or null."""
+        return self.number(field, lowest=0) if self.has(field) else 0
+
+    def flag(self, field: str, *, default: bool) -> bool:
+        """True or false. Raises MisconfiguredError for anything else."""
+        if not self.has(field):
+            return default
+        value = self.fields[field]
+        if not isinstance(value, bool):
+            raise self.refuse(f"{field} is {value!r}: true or false is needed")
+        self.used[field] = value
+        return value
+
+    def choice(self, field: str) -> str:
+        """A text, or nothing."""
+        value = self.fields.get(field)
+        if value is None:
+            return ""
+        if not isinstance(value, str):
+            raise self.refuse(f"{field} is {value!r}: a text is needed")
+        self.used[field] = value
+        return value
+
+    def listing(self, field: str, *, length: int | None = None) -> Sequence[Any]:
+        """A list, of ``length`` entries where that is given; empty where it is left out."""
+        value = self.fields.get(field)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or len(value) > MAX_LAYERS:
+            raise self.refuse(f"{field} is no list of at most {MAX_LAYERS} entries")
+        if length is not None and value and len(value) != length:
+            raise self.refuse(
+                f"{field} has {len(value)} entries for {length} layers: one of the two is wrong"
+            )
+        self.used[field] = value
+        return value
+
+    def inner(self, field: str) -> "Facts":
+        """The fields of a nested object. Raises MisconfiguredError where there is none."""
+        self.need(field)
+        value = self.fields[field]
+        if not isinstance(value, Mapping):
+            raise self.refuse(f"{field} is {value!r}: an object with fields is needed")
+        nested = Facts(value, name=self.name, model_type=self.model_type)
+        nested.used, nested.notes = self.used, self.notes
+        return nested
+
+    def unknown(self, field: str, value: object, known: Iterable[str]) -> MisconfiguredError:
+        """The error for a value whose meaning is not known here."""
+        return self.refuse(f"{field} has {value!r}, which is not known here; known are {', '.join(known)}")
+
+    def note(self, text: str) -> None:
+        """Keep a remark once."""
+        if text not in self.notes:
+            self.notes.append(text)

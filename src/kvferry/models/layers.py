@@ -1,0 +1,111 @@
+"""What a model's layers keep of a sequence: frozen descriptions, read from a config by ``reading``.
+
+Counts are of the whole model, before any parallel split. Dimensions are elements, not bytes: ``precision``
+says how many bytes those take, ``sizes`` adds them up.
+"""
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+
+class Span(enum.Enum):
+    """Which tokens of a sequence a layer keeps."""
+
+    FULL = "full"  # all
+    WINDOW = "window"  # the last span_tokens
+    CHUNK = "chunk"  # those of the current chunk of span_tokens
+    NONE = "none"  # none: a state that does not grow, another layer's KV, or no attention
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Keys and values per KV head. Tensor-parallel ranks split the heads; more ranks than heads repeat them.
+
+    key_dim, value_dim: elements of one head's key and value for one token.
+    """
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """One compressed vector per token, the same on every tensor-parallel rank (MLA)."""
+
+    latent_dim: int
+    rope_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The key of a sparse-attention indexer, one per token, the same on every tensor-parallel rank.
+
+    fp8_scale_group: elements per 4-byte scale where the indexer can be fp8; 0 where it always has 16 bits.
+    """
+
+    key_dim: int
+    fp8_scale_group: int
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """State per sequence, whatever its length: convolution taps and a recurrent matrix per head.
+
+    conv_channels, conv_taps: elements of the short convolution's input that are kept, in the model's 16 bits.
+    group_channels: how many of conv_channels belong to groups (Mamba-2), which are repeated where the ranks
+        do not divide them.
+    groups: their number; 0 where there are none.
+    heads, rows, columns: of the recurrent state; heads are split over tensor-parallel ranks.
+    recurrent_bytes: bytes of one of its elements.
+    """
+
+    conv_channels: int
+    conv_taps: int
+    heads: int
+    rows: int
+    columns: int
+    recurrent_bytes: int
+    groups: int = 0
+    group_channels: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer of the decoder. What it does not keep is None.
+
+    shares_layer: the layer whose KV it reads instead of keeping its own.
+    """
+
+    span: Span
+    span_tokens: int = 0
+    heads: Heads | None = None
+    latent: Latent | None = None
+    index: Index | None = None
+    state: State | None = None
+    shares_layer: int | None = None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it keeps anything at all."""
+        return any(part is not None for part in (self.heads, self.latent, self.index, self.state))
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as far as its KV cache goes.
+
+    facts: the fields of the config that this was read from, with their values.
+    notes: what a reader of the numbers should know: defaults of the architecture, layers left out.
+    max_context: the longest sequence the config allows, in tokens; 0 where it does not say.
+    """
+
+    name: str
+    model_type: str
+    layers: tuple[Layer, ...]
+    max_context: int
+    facts: tuple[tuple[str, Any], ...]
+    notes: tuple[str, ...]
+    source: str = ""
+    parameters: float = 0.0  # weights in all, as published; 0 where not known

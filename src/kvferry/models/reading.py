@@ -1,0 +1,120 @@
+"""From a config to a model: the text part of it, by the rules of its ``model_type``, or refused."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvferry.config import suggestion
+from kvferry.errors import MisconfiguredError
+from kvferry.models import attention, latent, recurrent
+from kvferry.models.facts import Facts
+from kvferry.models.layers import Layer, Model
+
+Reader = Callable[[Facts], tuple[Layer, ...]]
+
+# Where a config for several kinds of input keeps its language model.
+NESTED = ("text_config", "llm_config", "language_config")
+CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
+
+
+def _table(groups: Mapping[Reader, str]) -> dict[str, Reader]:
+    return {name: reader for reader, names in groups.items() for name in names.split()}
+
+
+READERS: dict[str, Reader] = _table(
+    {
+        attention.full: (
+            "llama cohere olmo olmo2 olmoe granite granitemoe granitemoeshared glm glm4 glm4_moe glm4v_text "
+            "glm4v_moe_text internlm2 internlm3 exaone nemotron seed_oss ernie4_5 ernie4_5_moe "
+            "minimax_m2 stablelm arcee apertus bitnet aquila phi "
+            "qwen3_vl_text qwen3_vl_moe_text minicpm solar_open helium"
+        ),
+        attention.full_own_heads: "gpt_neox baichuan xverse",
+        attention.windowed: "mistral mixtral phi3 phimoe starcoder2 ministral3",
+        attention.switched: (
+            "qwen2 qwen2_moe qwen3 qwen3_moe qwen2_vl_text qwen2_5_vl_text qwen2_vl qwen2_5_vl mimo dots1"
+        ),
+        attention.listed: "step3p5 step3p7 afmoe exaone4 exaone_moe ministral granite_swa cohere2_moe",
+        attention.gemma2: "gemma2 vaultgemma",
+        attention.gemma3: "gemma3_text gemma3",
+        attention.gemma3n: "gemma3n_text gemma3n",
+        attention.gemma4: "gemma4_text gemma4",
+        attention.cohere2: "cohere2",
+        attention.olmo3: "olmo3",
+        attention.gpt_oss: "gpt_oss",
+        attention.llama4: "llama4_text llama4",
+        attention.mimo_v2: "mimo_v2_flash mimo_v2",
+        attention.block_configs: "nemotron-nas deci",
+        attention.hunyuan: "hunyuan hunyuan_v1_dense hunyuan_v1_moe",
+        attention.minimax_m3: "minimax_m3",
+        latent.latent: (
+            "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm_moe_dsa glm4_moe_lite mistral4 pangu_ultra_moe "
+            "axk1"
+        ),
+        latent.twice: "longcat_flash",
+        recurrent.gated_delta: "qwen3_next qwen3_5_text qwen3_5_moe_text qwen3_5 qwen3_5_moe",
+        recurrent.nemotron_h: "nemotron_h",
+        recurrent.granite_hybrid: "granitemoehybrid",
+        recurrent.lfm2: "lfm2 lfm2_moe",
+        recurrent.kimi_linear: "kimi_linear",
+    }
+)
+
+
+def read_model(config: Mapping[str, Any], *, name: str, source: str = "", parameters: float = 0.0) -> Model:
+    """The layers that a config describes.
+
+    Raises MisconfiguredError for an architecture that is not known, for missing fields (all of them named)
+    and for values that contradict each other.
+    """
+    outer = config.get("model_type")
+    text = _text_config(config)
+    model_type = text.get("model_type", outer)
+    if not isinstance(model_type, str) or not model_type:
+        raise MisconfiguredError(
+            f"{name}: the config has no model_type; without it the size would be a guess: take the model's "
+            "own config.json, or give it yourself like --set model_type=llama"
+        )
+    if config.get("is_encoder_decoder") or text.get("is_encoder_decoder"):
+        raise MisconfiguredError(
+            f"{name} (model_type {model_type}): an encoder-decoder's cross-attention depends on the "
+            "encoder's input, which is not counted here; only decoders are"
+        )
+    if model_type not in READERS:
+        raise MisconfiguredError(
+            f"{name}: model_type {model_type!r} is not known here, and its size would be a guess; "
+            f"{_nearest(model_type)} if the layers are of a known kind, say which: --set model_type=llama"
+        )
+    facts = Facts(text, name=name, model_type=model_type)
+    layers = READERS[model_type](facts)
+    if not any(layer.keeps for layer in layers):
+        raise facts.refuse("no layer keeps KV or state; is this the model's own config.json?")
+    context = max((facts.optional(field) for field in CONTEXT_FIELDS[:1] if facts.has(field)), default=0)
+    if not context:
+        context = next((facts.optional(field) for field in CONTEXT_FIELDS if facts.has(field)), 0)
+    return Model(
+        name=name,
+        model_type=model_type,
+        layers=layers,
+        max_context=context,
+        facts=tuple(facts.used.items()),
+        notes=tuple(facts.notes),
+        source=source,
+        parameters=parameters,
+    )
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's fields: of the nested config where there is one, the outer ones otherwise."""
+    thinker = config.get("thinker_config")
+    if isinstance(thinker, Mapping):
+        return _text_config(thinker)
+    for field in NESTED:
+        nested = config.get(field)
+        if isinstance(nested, Mapping) and nested:
+            return nested
+    return config
+
+
+def _nearest(model_type: str) -> str:
+    hint = suggestion(model_type, READERS)
+    return hint if hint.startswith("did you") else f"{len(READERS)} others are;"

@@ -1,0 +1,162 @@
+"""Hybrids: layers with a state that does not grow, beside layers that keep KV."""
+
+from collections.abc import Sequence
+
+from kvferry.models.attention import head_dim, layer_count, plain_heads
+from kvferry.models.facts import Facts
+from kvferry.models.layers import Heads, Latent, Layer, Span, State
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_ATTENDING = {"attention", "full_attention", "*"}
+
+
+def state_bytes(facts: Facts, field: str, default: str) -> int:
+    """Bytes of an element of the recurrent state. ``default``: what the architecture's code takes."""
+    named = facts.choice(field)
+    if not named or named == "auto":
+        facts.note(f"the config leaves out {field}: {default}, the default of {facts.model_type}")
+        named = default
+    if named not in DTYPE_BYTES:
+        raise facts.unknown(field, named, DTYPE_BYTES)
+    return DTYPE_BYTES[named]
+
+
+def gated_delta(facts: Facts) -> tuple[Layer, ...]:
+    """Gated delta nets, and full attention every ``full_attention_interval``-th layer (Qwen3-Next)."""
+    facts.need(
+        "num_hidden_layers", "num_key_value_heads", "head_dim", "linear_num_key_heads",
+        "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
+    )  # fmt: skip
+    count = layer_count(facts)
+    kinds = facts.listing("layer_types", length=count)
+    if not kinds:
+        facts.need("full_attention_interval")
+        period = facts.number("full_attention_interval")
+        kinds = ["linear_attention" if (index + 1) % period else "full_attention" for index in range(count)]
+    key_heads, value_heads = facts.number("linear_num_key_heads"), facts.number("linear_num_value_heads")
+    key_dim, value_dim = facts.number("linear_key_head_dim"), facts.number("linear_value_head_dim")
+    linear = Layer(
+        Span.NONE,
+        state=State(
+            conv_channels=2 * key_heads * key_dim + value_heads * value_dim,
+            conv_taps=facts.number("linear_conv_kernel_dim") - 1,
+            heads=value_heads,
+            rows=value_dim,
+            columns=key_dim,
+            recurrent_bytes=state_bytes(facts, "mamba_ssm_dtype", "float32"),
+        ),
+    )
+    whole = Layer(Span.FULL, heads=plain_heads(facts))
+    return by_kind(facts, "layer_types", kinds, {"linear_attention": linear, "full_attention": whole})
+
+
+def by_kind(facts: Facts, field: str, kinds: Sequence[str], known: dict[str, Layer]) -> tuple[Layer, ...]:
+    """A layer for each word. Raises MisconfiguredError for a word that is not known."""
+    for kind in kinds:
+        if kind not in known:
+            raise facts.unknown(field, kind, known)
+    return tuple(known[kind] for kind in kinds)
+
+
+def mamba2(facts: Facts, *, heads: int, dim: int, width: int, groups: int, taps: int, nbytes: int) -> Layer:
+    """A Mamba-2 layer of ``heads`` heads of ``dim`` channels and a state ``width`` wide per channel."""
+    inner = heads * dim
+    grouped = 2 * groups * width
+    return Layer(
+        Span.NONE,
+        state=State(
+            inner + grouped, taps - 1, heads, dim, width, nbytes, groups=groups, group_channels=grouped
+        ),
+    )
+
+
+def nemotron_h(facts: Facts) -> tuple[Layer, ...]:
+    """Mamba-2, attention and feed-forward layers in the order of a pattern or a list."""
+    words = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+    pattern = facts.choice("hybrid_override_pattern")
+    kinds = [words.get(mark, mark) for mark in pattern] or list(facts.listing("layers_block_type"))
+    if not kinds:
+        facts.need("hybrid_override_pattern")
+    if facts.has("num_hidden_layers") and len(kinds) != facts.number("num_hidden_layers"):
+        raise facts.refuse(
+            f"the pattern has {len(kinds)} layers, num_hidden_layers is {facts.number('num_hidden_layers')}"
+        )
+    facts.need(
+        "num_key_value_heads",
+        "mamba_num_heads",
+        "mamba_head_dim",
+        "ssm_state_size",
+        "n_groups",
+        "conv_kernel",
+    )
+    width = head_dim(facts)
+    nothing = Layer(Span.NONE)
+    known = {
+        "mamba": mamba2(
+            facts,
+            heads=facts.number("mamba_num_heads"),
+            dim=facts.number("mamba_head_dim"),
+            width=facts.number("ssm_state_size"),
+            groups=facts.number("n_groups"),
+            taps=facts.number("conv_kernel"),
+            nbytes=state_bytes(facts, "mamba_ssm_cache_dtype", "float32"),
+        ),
+        "attention": Layer(Span.FULL, heads=Heads(facts.number("num_key_value_heads"), width, width)),
+        "mlp": nothing,
+        "moe": nothing,
+    }
+    return by_kind(facts, "hybrid_override_pattern", kinds, known)
+
+
+def granite_hybrid(facts: Facts) -> tuple[Layer, ...]:
+    """Mamba-2 and attention layers by ``layer_types``. The state is kept in the model's own 16 bits."""
+    facts.need(
+        "num_hidden_layers", "num_key_value_heads", "mamba_n_heads", "mamba_d_head", "mamba_d_state",
+        "mamba_n_groups", "mamba_d_conv",
+    )  # fmt: skip
+    field = "layer_types" if facts.has("layer_types") else "layers_block_type"
+    kinds = facts.listing(field, length=layer_count(facts))
+    if not kinds:
+        facts.need("layer_types")
+    whole = Layer(Span.FULL, heads=plain_heads(facts))
+    mamba = mamba2(
+        facts,
+        heads=facts.number("mamba_n_heads"),
+        dim=facts.number("mamba_d_head"),
+        width=facts.number("mamba_d_state"),
+        groups=facts.number("mamba_n_groups"),
+        taps=facts.number("mamba_d_conv"),
+        nbytes=state_bytes(facts, "mamba_ssm_cache_dtype", "bfloat16"),
+    )
+    return by_kind(facts, field, kinds, {"mamba": mamba, "attention": whole, "full_attention": whole})
+
+
+def lfm2(facts: Facts) -> tuple[Layer, ...]:
+    """Short convolutions beside full attention."""
+    facts.need("num_hidden_layers", "hidden_size", "layer_types", "conv_L_cache")
+    whole = Layer(Span.FULL, heads=plain_heads(facts))
+    conv = Layer(
+        Span.NONE, state=State(facts.number("hidden_size"), facts.number("conv_L_cache") - 1, 0, 0, 0, 0)
+    )
+    kinds = facts.listing("layer_types", length=layer_count(facts))
+    return by_kind(facts, "layer_types", kinds, {"conv": conv, "full_attention": whole})
+
+
+def kimi_linear(facts: Facts) -> tuple[Layer, ...]:
+    """Kimi delta attention beside MLA; the config counts layers from 1."""
+    facts.need("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim", "linear_attn_config")
+    linear = facts.inner("linear_attn_config")
+    linear.need("full_attn_layers", "kda_layers", "num_heads", "head_dim", "short_conv_kernel_size")
+    count = layer_count(facts)
+    attending = set(linear.listing("full_attn_layers"))
+    delta = set(linear.listing("kda_layers"))
+    if attending & delta or attending | delta != set(range(1, count + 1)):
+        raise facts.refuse(f"full_attn_layers and kda_layers do not name each of {count} layers once")
+    heads, dim = linear.number("num_heads"), linear.number("head_dim")
+    whole = Layer(
+        Span.FULL, latent=Latent(facts.number("kv_lora_rank"), facts.number("qk_rope_head_dim", lowest=0))
+    )
+    state = State(3 * heads * dim, linear.number("short_conv_kernel_size") - 1, heads, dim, dim, 4)
+    return tuple(
+        whole if layer in attending else Layer(Span.NONE, state=state) for layer in range(1, count + 1)
+    )

@@ -1,0 +1,90 @@
+"""What an engine's allocator takes for a request: blocks, not tokens.
+
+After vLLM 0.32 (``v1/kv_cache_interface.py``, ``v1/core/kv_cache_utils.py``, ``platforms/interface.py``).
+Layers that keep the same tokens form groups of one size, short groups are padded, and every group takes whole
+blocks of one page size: a window keeps the tokens of a step in flight beside it, and a block more. Where a
+layer has recurrent state, a block of attention is made as large as that state.
+"""
+
+import enum
+from collections import Counter
+from dataclasses import dataclass
+
+from kvferry.models.layers import Layer, Span
+
+
+class Allocator(enum.Enum):
+    """How an engine keeps layers of different kinds."""
+
+    GROUPED = "grouped"  # each kind keeps what it needs: vLLM's hybrid KV cache manager, its default
+    WHOLE = "whole"  # every attention layer keeps every token: that manager off, or an engine without one
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRules:
+    """How an engine rounds.
+
+    block_tokens: tokens of a block. batched_tokens: tokens of a step, vLLM's ``max_num_batched_tokens``.
+    """
+
+    block_tokens: int = 16
+    batched_tokens: int = 8192
+    allocator: Allocator = Allocator.GROUPED
+
+
+DEFAULT_RULES = EngineRules()
+
+_Kind = tuple[Span, int, int, int]  # span, its tokens, bytes per token, bytes of state
+
+
+def reserved_bytes(pages: tuple[tuple[Layer, int, int], ...], tokens: int, rules: EngineRules) -> int:
+    """What one rank takes for a request of ``tokens`` tokens.
+
+    pages: the layers that keep anything, each with its bytes per token and of state on this rank.
+    """
+    kinds = Counter((layer.span, layer.span_tokens, nbytes, state) for layer, nbytes, state in pages)
+    if not kinds:
+        return 0
+    if rules.allocator is Allocator.WHOLE or all(span is Span.FULL for span, _, _, _ in kinds):
+        return sum(
+            layers * (_blocks(tokens, rules.block_tokens) * rules.block_tokens * nbytes + state)
+            for (_, _, nbytes, state), layers in kinds.items()
+        )
+    block = block_tokens(kinds, rules)
+    page = max(max(nbytes * block, state) for _, _, nbytes, state in kinds)
+    size = _group_size(list(kinds.values()))
+    total = 0
+    for kind, layers in kinds.items():
+        total += _blocks(layers, size) * size * page * _kind_blocks(kind, tokens, page, rules)
+    return total
+
+
+def block_tokens(kinds: Counter[_Kind], rules: EngineRules) -> int:
+    """Tokens of an attention block: raised, in whole blocks, until it holds a layer's state."""
+    state = max(state for _, _, _, state in kinds)
+    narrowest = min((nbytes for _, _, nbytes, _ in kinds if nbytes), default=0)
+    if not state or not narrowest:
+        return rules.block_tokens
+    return max(1, _blocks(state, rules.block_tokens * narrowest)) * rules.block_tokens
+
+
+def _group_size(counts: list[int]) -> int:
+    """Layers of a group: as many as the rarest kind has, or the commonest where that is under 1.5 times."""
+    return max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
+
+
+def _kind_blocks(kind: _Kind, tokens: int, page: int, rules: EngineRules) -> int:
+    span, length, nbytes, _ = kind
+    if span is Span.NONE:
+        return 1
+    block = max(1, page // nbytes)
+    whole = _blocks(tokens, block)
+    if span is Span.WINDOW:
+        return min(whole, _blocks(length - 1 + rules.batched_tokens, block) + 1)
+    if span is Span.CHUNK:
+        return min(whole, _blocks(length + rules.batched_tokens, block))
+    return whole
+
+
+def _blocks(amount: int, size: int) -> int:
+    return -(-amount // size)
