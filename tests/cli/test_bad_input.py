@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.servers import free_ports
 
-from kvferry.cli.main import main
+from kvferry.cli.main import VERBS, main
 from kvferry.config import NodeSettings
 from kvferry.node.node import Node
 
@@ -42,7 +42,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     ("argv", "value", "hint"),
     [
         (["stauts"], "'stauts'", "did you mean status?"),
-        (["frobnicate"], "'frobnicate'", "there are bench, demo, drop, explain, flags, node, status"),
+        (["frobnicate"], "'frobnicate'", f"there are {', '.join(sorted(VERBS))}"),
         (["node", "--pol", "1GiB"], "--pol", "did you mean --pool?"),
         (["node", "--pool", "much"], "'much'", "write it like 4GiB"),
         (["node", "--pool", "500TiB"], "500.0 TiB", "larger than this host's memory"),

@@ -1,0 +1,206 @@
+"""``kvferry analyze FILE...``: how much of a trace's prompts could be reused, and what that takes."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvferry.cli.table import compact, count, duration, labelled, share, table
+from kvferry.config import format_size, parse_size
+from kvferry.errors import MisconfiguredError
+from kvferry.traces import findings
+from kvferry.traces.policies import Policy
+from kvferry.traces.reuse import ReuseLog
+from kvferry.traces.source import Malformed, TraceFile
+from kvferry.values import parse_count
+
+MAX_CAPACITIES = 32
+MAX_KV_BYTES = 1 << 30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which files, and what a token of KV weighs."""
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a trace or request log, plain or gzip")
+    parser.add_argument(
+        "--kv-bytes-per-token", metavar="N", help="of the model and its KV dtype; shows capacities in bytes"
+    )
+    parser.add_argument(
+        "--capacities",
+        metavar="SIZES",
+        help="as 512GiB,1TiB (default: powers of two of blocks)",
+    )
+    parser.add_argument("--json", action="store_true", help="the whole document, for programs")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Read, analyse, print. 1: no line gave a request."""
+    per_token = _kv_bytes(args.kv_bytes_per_token)
+    malformed, sources = Malformed(), [TraceFile(Path(name)) for name in args.files]
+    log = ReuseLog(_block_tokens(sources))
+    for source in sources:
+        for request in source.requests(malformed):
+            log.add(request)
+    found = {
+        "files": [
+            {"path": str(source.path), "format": source.reader.format, "lines": source.lines}
+            for source in sources
+        ],
+        "malformed": {
+            "lines": malformed.lines,
+            "reasons": [
+                {"reason": reason, "lines": number, "first": malformed.places[reason]}
+                for reason, number in malformed.reasons.most_common()
+            ],
+        },
+        "kv_bytes_per_token": per_token,
+        **findings.document(
+            log,
+            capacities=_capacities(args.capacities, log, per_token),
+            policies=list(Policy),
+        ),
+    }
+    print(json.dumps(found, indent=2) if args.json else render(found))
+    if not len(log):
+        print("kvferry: no line gave a request; see the reasons above", file=sys.stderr)
+    return 0 if len(log) else 1
+
+
+def _kv_bytes(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        return parse_count(text, lowest=1, highest=MAX_KV_BYTES)
+    except MisconfiguredError as error:
+        raise MisconfiguredError(f"--kv-bytes-per-token: {error}") from error
+
+
+def _block_tokens(sources: list[TraceFile]) -> int:
+    sizes = {size for source in sources if (size := source.reader.block_tokens) is not None}
+    if len(sizes) > 1:
+        raise MisconfiguredError(
+            f"the files have blocks of {' and '.join(map(str, sorted(sizes)))} tokens; "
+            "analyse them one by one"
+        )
+    return sizes.pop() if sizes else 1
+
+
+def _capacities(text: str | None, log: ReuseLog, per_token: int | None) -> list[int]:
+    """In blocks, ascending."""
+    if text is None:
+        return findings.default_capacities(log)
+    if per_token is None:
+        raise MisconfiguredError(
+            "--capacities needs --kv-bytes-per-token, which says how many blocks they hold"
+        )
+    names = text.split(",")
+    if len(names) > MAX_CAPACITIES:
+        raise MisconfiguredError(f"--capacities has {len(names)} sizes; give at most {MAX_CAPACITIES}")
+    found = set()
+    for name in names:
+        blocks = parse_size(name) // (per_token * log.block_tokens)
+        if blocks < 1:
+            raise MisconfiguredError(
+                f"--capacities {name}: a block of {log.block_tokens} tokens takes "
+                f"{format_size(per_token * log.block_tokens)}; give more"
+            )
+        found.add(blocks)
+    return sorted(found)
+
+
+def render(found: dict[str, Any]) -> str:
+    """The document as text for people, at most 100 columns."""
+    traffic = found["traffic"]
+    lines = [
+        labelled("file", f"{source['path']}: {source['format']}, {count(source['lines'])} lines")
+        for source in found["files"]
+    ]
+    lines += _malformed(found["malformed"])
+    lines.append(labelled("requests", _requests(traffic)))
+    for kind in ("input", "output"):
+        spread = traffic[f"{kind}_quantiles"]
+        if spread:
+            lines.append(
+                labelled(
+                    kind,
+                    f"{compact(traffic[f'{kind}_tokens'])} tokens; per request p50 {count(spread['p50'])}, "
+                    f"p90 {count(spread['p90'])}, p99 {count(spread['p99'])}, most {count(spread['max'])}",
+                )
+            )
+    if traffic["input_to_output"] is not None:
+        lines.append(labelled("ratio", f"{traffic['input_to_output']:.1f} input tokens per output token"))
+    reuse = found["reuse"]
+    if reuse is None:
+        lines.append(labelled("reuse", "unknown: this trace does not say which prompts share content"))
+        return "\n".join(lines)
+    lines.append(labelled("distinct", _distinct(reuse, found)))
+    lines.append(labelled("reusable", _reusable(reuse["hit_rate"])))
+    if reuse["by_capacity"]:
+        lines += [
+            "",
+            "Share of input tokens hit, last half of the requests (the first half fills the cache):",
+        ]
+        lines.append(_by_capacity(reuse["by_capacity"], found["kv_bytes_per_token"]))
+    if reuse["gaps"]:
+        lines += ["", "How long a prefix must be kept: reused tokens whose last use is at most so long ago"]
+        gaps = reuse["gaps"]["within"]
+        lines.append(
+            table([duration(gap["gap_s"]) for gap in gaps], [[_percent(gap["share"]) for gap in gaps]])
+        )
+    return "\n".join(lines)
+
+
+def _malformed(malformed: dict[str, Any]) -> list[str]:
+    if not malformed["lines"]:
+        return []
+    lines = [labelled("malformed", f"{count(malformed['lines'])} lines gave no request and are left out:")]
+    return lines + [
+        labelled("", f"{count(kind['lines'])}: {kind['reason']} (first at {', '.join(kind['first'])})")
+        for kind in malformed["reasons"]
+    ]
+
+
+def _requests(traffic: dict[str, Any]) -> str:
+    text = count(traffic["requests"])
+    if traffic["span_s"]:
+        rate = traffic["requests"] / traffic["span_s"]
+        text += f" in {duration(traffic['span_s'])}, {rate:.2g} a second on average"
+    return text + (f", of {count(traffic['sessions'])} sessions" if traffic["sessions"] else "")
+
+
+def _distinct(reuse: dict[str, Any], found: dict[str, Any]) -> str:
+    text = (
+        f"{compact(reuse['distinct_tokens'])} tokens in {compact(reuse['distinct_blocks'])} blocks of "
+        f"{count(found['block_tokens'])}"
+    )
+    if found["kv_bytes_per_token"]:
+        text += f", {format_size(reuse['distinct_tokens'] * found['kv_bytes_per_token'])} of KV"
+    return text
+
+
+def _reusable(rates: dict[str, float | None]) -> str:
+    return (
+        f"{_percent(rates['whole_trace'])} of all input tokens from an empty cache that never forgets; "
+        f"{_percent(rates['last_half'])} over the last half of the requests"
+    )
+
+
+def _by_capacity(rows: list[dict[str, Any]], per_token: int | None) -> str:
+    head = ["TOKENS", *(["KV BYTES"] if per_token else []), *(policy.upper() for policy in Policy)]
+    head.append("LRU OF OPTIMUM")
+    return table(
+        head,
+        [
+            [
+                compact(row["tokens"]),
+                *([format_size(row["tokens"] * per_token)] if per_token else []),
+                *(_percent(row[policy]["last_half"]) for policy in Policy),
+                share(row["lru"]["last_half"] or 0.0, row["optimum"]["last_half"] or 0.0),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}%"

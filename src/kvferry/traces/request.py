@@ -1,0 +1,29 @@
+"""A request as every trace format gives it, and a line that gives none."""
+
+from dataclasses import dataclass
+
+from kvferry.errors import KvferryError
+
+KEY_BYTES = 8
+
+
+class MalformedError(KvferryError):
+    """A line or record that cannot be read; the message is the reason, without the line's values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt.
+
+    time_s: when it arrived, on the trace's own clock; None where the trace has no times.
+    input_tokens: at least 1. output_tokens: None where the trace does not say.
+    blocks: a key of ``KEY_BYTES`` for each block of the prompt, the first one first. A key names content;
+        what comes before tells it from others. None where the trace does not identify content.
+    session: what the trace says belongs together (a chat, a user's session); None where it does not.
+    """
+
+    time_s: float | None
+    input_tokens: int
+    output_tokens: int | None
+    blocks: bytes | None
+    session: str | None = None

@@ -1,0 +1,76 @@
+"""A trace reduced to what reuse depends on: sizes, and which request last had each part of a prompt.
+
+Runs of blocks stand for blocks, so the policies cost by request, not by block.
+"""
+
+from array import array
+from collections.abc import Iterator
+
+from kvferry.traces.request import KEY_BYTES, Request
+from kvferry.traces.tree import PrefixTree
+
+UNKNOWN = -1
+
+
+class ReuseLog:
+    """Requests in the order of the trace, in columns.
+
+    Per request: ``time_s`` (NaN: unknown), ``input_tokens``, ``output_tokens`` (UNKNOWN), ``blocks`` (UNKNOWN
+    where content is not identified), ``session`` (a number per session, UNKNOWN).
+    Per run: ``run_request`` (the latest request that had these blocks), ``run_blocks``; the runs of request r
+    are those from ``first_run[r]`` to ``first_run[r + 1]``, in the order of the prompt.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.time_s = array("d")
+        self.input_tokens = array("q")
+        self.output_tokens = array("q")
+        self.blocks = array("i")
+        self.session = array("i")
+        self.first_run = array("q", [0])
+        self.run_request = array("i")
+        self.run_blocks = array("i")
+        self._sessions: dict[str, int] = {}
+        self._tree = PrefixTree()
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def distinct_blocks(self) -> int:
+        """Blocks that differ in content or in what comes before them."""
+        return self._tree.blocks
+
+    @property
+    def sessions(self) -> int:
+        """How many sessions the trace names."""
+        return len(self._sessions)
+
+    def add(self, request: Request) -> None:
+        """Take in the next request of the trace."""
+        number = len(self.blocks)
+        self.time_s.append(float("nan") if request.time_s is None else request.time_s)
+        self.input_tokens.append(request.input_tokens)
+        self.output_tokens.append(UNKNOWN if request.output_tokens is None else request.output_tokens)
+        session = UNKNOWN
+        if request.session is not None:
+            session = self._sessions.setdefault(request.session, len(self._sessions))
+        self.session.append(session)
+        if request.blocks is None:
+            self.blocks.append(UNKNOWN)
+        else:
+            self.blocks.append(len(request.blocks) // KEY_BYTES)
+            for previous, blocks in self._tree.add(number, request.blocks).runs:
+                self.run_request.append(previous)
+                self.run_blocks.append(blocks)
+        self.first_run.append(len(self.run_request))
+
+    def runs(self, request: int) -> Iterator[tuple[int, int]]:
+        """(earlier request, blocks) of one request, in the order of its prompt."""
+        for run in range(self.first_run[request], self.first_run[request + 1]):
+            yield self.run_request[run], self.run_blocks[run]
+
+    def tokens(self, request: int, blocks: int) -> int:
+        """Tokens in the first blocks of a prompt, whose last block may be partly filled."""
+        return min(blocks * self.block_tokens, self.input_tokens[request])
