@@ -10,7 +10,7 @@ from kvferry.bench.load import run_load
 from kvferry.bench.prompts import Prompts
 from kvferry.demo.ask import Question, Replica, Reply
 from kvferry.demo.fleet import Fleet
-from kvferry.demo.steps import Source, Story, source_of, story_of
+from kvferry.demo.steps import NO_STORY, Source, Story, source_of, story_of
 from kvferry.errors import KvferryError
 
 MAX_TOKENS = 2
@@ -21,7 +21,7 @@ VALKEY = "Valkey"
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A load and the own hit it is compared with: same replica, same prefix, another question.
+    """A load and the own hit it is compared with: same replica, same prefix, other questions.
 
     load_s, nbytes: the connector's own timer and count, from the answer of the node to the last block's
     copy. fault: why the pair does not count; empty when it does.
@@ -165,7 +165,15 @@ class Arms:
         replica = self.fleet.replicas["B"]
         load = self._ask(replica, prefix + self.prompts.question())
         story = self._story(load)
+        # Of a window or a state vLLM keeps what the end of a prompt needs, and what a second prompt that left
+        # the first one earlier shows to be needed: only the question after that is a hit of its own.
+        self._ask(replica, prefix + self.prompts.question(), gap=False)
         own = self._ask(replica, prefix + self.prompts.question())
+        wanted = Source.MEMORY if tier == MEMORY else Source.VALKEY
+        faults = (
+            fault_of("the load", load, story, wanted=wanted, boundary=boundary),
+            fault_of("the own hit", own, self._story(own), wanted=Source.OWN, boundary=boundary),
+        )
         return Pair(
             section=section,
             tier=tier,
@@ -175,24 +183,14 @@ class Arms:
             own_ttft_s=own.ttft_s,
             load_s=story.engine_load_s,
             nbytes=story.engine_bytes,
-            fault=self._fault(load, own, story, tier=tier, boundary=boundary),
+            fault="; ".join(fault for fault in faults if fault),
         )
-
-    def _fault(self, load: Reply, own: Reply, story: Story, *, tier: str, boundary: int) -> str:
-        wanted = Source.MEMORY if tier == MEMORY else Source.VALKEY
-        if source_of(load, story) is not wanted:
-            return f"came from {source_of(load, story).value} ({story.reason})"
-        if load.cached_tokens != boundary:
-            return f"reused {load.cached_tokens} tokens, not {boundary}"
-        if own.cached_tokens != boundary or source_of(own, self._story(own)) is not Source.OWN:
-            return f"the own hit reused {own.cached_tokens} tokens, not {boundary}"
-        return ""
 
     def _story(self, reply: Reply) -> Story:
         try:
             return story_of(self.fleet.node_view.settled_records(reply.request_id))
         except KvferryError:
-            return story_of(())
+            return NO_STORY
 
     def _ask(self, replica: Replica, prompt: tuple[int, ...], *, gap: bool = True) -> Reply:
         if gap:
@@ -201,6 +199,23 @@ class Arms:
 
     def _question(self, prompt: tuple[int, ...], max_tokens: int) -> Question:
         return Question(f"bench{time.monotonic_ns()}", prompt, max_tokens)
+
+
+def fault_of(name: str, reply: Reply, story: Story, *, wanted: Source, boundary: int) -> str:
+    """Why a reply is not what its arm is to measure; empty when it is.
+
+    Every request of a connected engine has a record at the node. Without it nobody knows where the tokens
+    came from.
+    """
+    if story is NO_STORY:
+        return f"{name} has no record at the node"
+    source = source_of(reply, story)
+    if source is not wanted:
+        why = f" ({story.reason})" if story.reason else ""
+        return f"{name} came from {source.value}, not {wanted.value}{why}"
+    if reply.cached_tokens != boundary:
+        return f"{name} reused {reply.cached_tokens} tokens, not {boundary}"
+    return ""
 
 
 def idle_node(pid: int, *, seconds: float) -> dict[str, float]:
