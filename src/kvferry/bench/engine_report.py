@@ -148,9 +148,9 @@ def html(results: Results, setting: dict[str, Any]) -> str:
 
 _HOW = (
     "A load and the own hit beside it are a pair: the same replica, the same new prefix, the same reused "
-    "tokens and questions of equal length, with the same pause before each. Between them one more question is "
-    "asked: an engine with windows keeps the end of a prefix once two prompts have parted there. A "
-    "ratio is the median of the pairs' own ratios, with quartiles. With and without the connector alternate "
+    "tokens and questions of equal length, with the same pause before each. Between them one more question "
+    "is asked: an engine with windows keeps the end of a prefix once two prompts have parted there. A ratio "
+    "is the median of the pairs' own ratios, with quartiles. With and without the connector alternate "
     "on two replicas that share a core. Bandwidth is the connector's own timer, from the node's answer to "
     "the last block's copy."
 )
