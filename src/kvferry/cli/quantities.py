@@ -3,8 +3,11 @@
 import argparse
 import json
 import re
+import textwrap
+from collections.abc import Sequence
 from typing import Any
 
+from kvferry.cli.table import COLUMNS
 from kvferry.errors import MisconfiguredError
 from kvferry.models.catalogue import find_model
 from kvferry.models.layers import Model
@@ -46,6 +49,20 @@ def binary(nbytes: float) -> str:
     return f"{nbytes:,.2f} GiB"
 
 
+def formula(lines: Sequence[str]) -> str:
+    """Lines of a formula within the columns; what is cut goes on further in."""
+    return "\n".join(
+        textwrap.fill(
+            line,
+            COLUMNS,
+            initial_indent=" " * indent,
+            subsequent_indent=" " * (indent + 4),
+            break_on_hyphens=False,
+        )
+        for line, indent in ((line.lstrip(), len(line) - len(line.lstrip())) for line in lines)
+    )
+
+
 def parse_override(text: str) -> tuple[str, Any]:
     """``FIELD=VALUE``: the value is JSON, or else a text. Raises MisconfiguredError."""
     field, equals, value = text.partition("=")
@@ -57,26 +74,49 @@ def parse_override(text: str) -> tuple[str, Any]:
         return field.strip(), value.strip()
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, its dtype, its split and how the engine rounds."""
+    parser.usage = f"{parser.prog} MODEL [options]"
+    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=COLUMNS)
     parser.add_argument(
-        "model",
-        nargs="?" if optional else None,
-        help="a config.json, a directory with one, or a name of the catalogue",
+        "model", nargs="?", help="a config.json, a directory with one, or a name of the catalogue"
     )
     parser.add_argument("--tp", default="1", metavar="N", help="tensor-parallel ranks (1)")
     parser.add_argument("--pp", default="1", metavar="N", help="pipeline-parallel ranks (1)")
-    parser.add_argument("--kv-dtype", default="bf16", metavar="DTYPE", help=f"{', '.join(KV_DTYPES)}")
+    parser.add_argument(
+        "--kv-dtype",
+        default="bf16",
+        metavar="DTYPE",
+        help=f"bf16 (default), {', '.join(list(KV_DTYPES)[1:])}",
+    )
     parser.add_argument("--block-tokens", default="16", metavar="N", help="tokens of an engine block (16)")
     parser.add_argument("--batched-tokens", default="8192", metavar="N", help="max_num_batched_tokens (8192)")
     parser.add_argument(
         "--allocator",
         choices=[allocator.value for allocator in Allocator],
+        metavar="KIND",
         default=Allocator.GROUPED.value,
-        help="grouped: each kind of layer keeps what it needs (vLLM); whole: every layer keeps every token",
+        help="grouped (vLLM): a window keeps its window; whole: it keeps all",
     )
     parser.add_argument("--set", action="append", metavar="FIELD=VALUE", help="replace a field of the config")
     parser.add_argument("--json", action="store_true", help="everything, for programs")
+
+
+def default_contexts(model: Model) -> list[int]:
+    """4K to 1M, as far as the model's config goes."""
+    longest = model.max_context or CONTEXTS[-1]
+    return [length for length in CONTEXTS if length <= longest] or [longest]
+
+
+def notes_of(sizing: Sizing, contexts: Sequence[int]) -> list[str]:
+    """What a reader of the numbers should know."""
+    model = sizing.model
+    notes = list(model.notes)
+    if 0 < model.max_context < max(contexts):
+        notes.append(f"the config allows {model.max_context:,} tokens; {max(contexts):,} are more than that")
+    if any(layer.index is not None for layer in model.layers) and sizing.dtype.bits > 8:
+        notes.append("the indexer's keys are counted in 16 bits, as the KV; engines may keep them in 8")
+    return notes
 
 
 def model_of(args: argparse.Namespace) -> Model:

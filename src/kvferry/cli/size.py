@@ -5,10 +5,12 @@ import json
 from typing import Any
 
 from kvferry.cli.quantities import (
-    CONTEXTS,
     add_model_arguments,
     binary,
+    default_contexts,
+    formula,
     model_of,
+    notes_of,
     parse_tokens,
     sizing_of,
     tokens,
@@ -24,7 +26,7 @@ MAX_CONTEXTS = 64
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, and how it is served."""
-    add_model_arguments(parser, optional=True)
+    add_model_arguments(parser)
     parser.add_argument(
         "--context",
         action="append",
@@ -42,8 +44,7 @@ def contexts_of(args: argparse.Namespace, sizing: Sizing) -> list[int]:
         if len(args.context) > MAX_CONTEXTS:
             raise MisconfiguredError(f"--context is given {len(args.context)} times; at most {MAX_CONTEXTS}")
         return [parse_tokens(text) for text in args.context]
-    longest = sizing.model.max_context or CONTEXTS[-1]
-    return [length for length in CONTEXTS if length <= longest] or [longest]
+    return default_contexts(sizing.model)
 
 
 def document(sizing: Sizing, contexts: list[int]) -> dict[str, Any]:
@@ -94,7 +95,7 @@ def document(sizing: Sizing, contexts: list[int]) -> dict[str, Any]:
             for index, layer in enumerate(model.layers)
         ],
         "facts": dict(model.facts),
-        "notes": list(model.notes),
+        "notes": notes_of(sizing, contexts),
         "explanation": explain(sizing, contexts[-1]),
     }
 
@@ -134,7 +135,7 @@ def render(sizing: Sizing, contexts: list[int]) -> str:
     ]
     head = ("tokens", "one copy", "GPU, live", "GPU, reserved", "replica, live", "replica, reserved")
     lines += ["", "One request:", table(head, rows)]
-    lines += [labelled("note", note) for note in model.notes]
+    lines += [labelled("note", note) for note in notes_of(sizing, contexts)]
     return "\n".join(lines)
 
 
@@ -176,7 +177,7 @@ def main(args: argparse.Namespace) -> int:
     print(render(sizing, contexts))
     if args.explain:
         print("\nFormula, one copy, at " + tokens(contexts[-1]) + " tokens:")
-        print("\n".join(explain(sizing, contexts[-1])))
+        print(formula(explain(sizing, contexts[-1])))
     if args.layers:
         print("\n" + render_layers(sizing))
     return 0

@@ -1,0 +1,120 @@
+"""``kvferry size`` and ``kvferry concurrency`` as people and programs see them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvferry.cli.main import main
+from kvferry.cli.table import COLUMNS
+from kvferry.models.catalogue import entries
+
+NAMES = [entry.name for entry in entries()]
+
+
+def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(list(argv)) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(list(argv)) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert len(captured.err.splitlines()) == 1
+    return captured.err
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_model_fits_the_columns(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    for argv in (
+        ("size", name, "--explain", "--layers", "--kv-dtype", "fp8_per_token_head"),
+        ("concurrency", name, "--gpu", "gb300", "--weights", "1GB", "--explain", "--lengths", "4K:1,1M:1"),
+    ):
+        assert max(map(len, shown(capsys, *argv).splitlines())) <= COLUMNS
+
+
+def test_the_lists_fit_the_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (("size", "--list"), ("concurrency", "--list-gpus")):
+        text = shown(capsys, *argv)
+        assert max(map(len, text.splitlines())) <= COLUMNS
+        assert json.loads(shown(capsys, *argv, "--json"))
+
+
+def test_the_explanation_adds_up_to_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads(shown(capsys, "size", "gpt-oss-120b", "--context", "128K", "--json"))
+    (request,) = document["requests"]
+    assert document["explanation"][-1].endswith(f"{request['kv_bytes']:,} B")
+    assert request["kv_bytes"] == 4_836_556_800
+
+
+def test_layers_of_the_document_add_up_to_its_totals(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in NAMES:
+        found = json.loads(shown(capsys, "size", name, "--json"))
+        kept = [layer for layer in found["layers"] if layer["span"] == "full"]
+        assert sum(layer["bytes_per_token"] for layer in kept) == found["bytes_per_token_full_layers"]
+        state = sum(layer["state_bytes"] for layer in found["layers"])
+        assert state == found["fixed_state_bytes_per_sequence"]
+
+
+def test_a_context_reads_as_tokens_or_in_powers_of_1024(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("size", "qwen3-8b", "--json", "--context", "28000", "--context", "1.5K", "--context", "1M")
+    document = json.loads(shown(capsys, *argv))
+    assert [request["tokens"] for request in document["requests"]] == [28_000, 1536, 1 << 20]
+    assert any("1,048,576 are more than that" in note for note in document["notes"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("size",), "--list"),
+        (("size", "qwen3-8b", "--context", "12x"), "28000 or 128K"),
+        (("size", "qwen3-8b", "--kv-dtype", "bf17"), "there are bf16"),
+        (("size", "qwen3-8b", "--tp", "3"), "another --tp"),
+        (("size", "qwen3-8b", "--set", "x"), "FIELD=VALUE"),
+        (("size", "qwen3-8b", "--set", "model_type=none"), "not known"),
+        (("size", "qwen3-8b", "--set", "num_key_value_heads=null"), "no num_key_value_heads"),
+        (("concurrency", "qwen3-8b"), "--gpu"),
+        (("concurrency", "qwen3-8b", "--gpu", "h10"), "did you mean h100"),
+        (("concurrency", "qwen3-8b", "--gpu", "h100", "--tp", "2", "--count", "3"), "multiple of 2"),
+        (("concurrency", "qwen3-8b", "--gpu", "h100", "--utilization", "90"), "at most 1"),
+        (("concurrency", "qwen3-8b", "--gpu", "h100", "--lengths", "4K:0"), "not above 0"),
+        (("concurrency", "qwen3-8b", "--gpu", "h100", "--lengths", "4K:x"), "no number"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_a_line_that_helps(
+    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], words: str
+) -> None:
+    assert words in refused(capsys, *argv)
+
+
+def test_requests_in_flight_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("concurrency", "llama-3.3-70b", "--gpu", "h100", "--tp", "4", "--count", "16", "--json")
+    document = json.loads(shown(capsys, *argv, "--weights-dtype", "fp8", "--context", "32K"))
+    assert document["replicas"] == 4
+    by_dtype = {row["kv_dtype"]: row for row in document["requests_in_flight"]}
+    assert by_dtype["bf16"]["per_replica"] == 19
+    assert by_dtype["bf16"]["fleet"] == 76
+    assert by_dtype["fp8"]["per_replica"] == 38
+    assert document["kv_budget_bytes_per_replica"] == 4 * document["kv_budget_bytes_per_gpu"]
+
+
+def test_lengths_can_come_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "lengths"
+    file.write_text("4096\n4096\n32768\n")
+    argv = ("concurrency", "qwen3-8b", "--gpu", "h100", "--json", "--lengths")
+    from_file = json.loads(shown(capsys, *argv, str(file)))["mixed_requests_in_flight"]
+    assert from_file == json.loads(shown(capsys, *argv, "4K:2,32K"))["mixed_requests_in_flight"]
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys; from kvferry.cli.main import main; main(['size', 'qwen3-8b']);"
+        "main(['concurrency', 'qwen3-8b', '--gpu', 'h100']);"
+        "bad = {'torch', 'vllm', 'transformers', 'numpy', 'prometheus_client', 'asyncio'} & set(sys.modules);"
+        "sys.exit(f'imported: {bad}' if bad else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
