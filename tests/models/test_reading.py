@@ -63,7 +63,9 @@ def test_of_every_model_of_the_catalogue_no_field_that_changes_the_size_can_go_u
             harmless = less.layers == whole.layers or field in {
                 # Their absence says something by itself: no window, no sharing, no indexer, nothing wider.
                 "sliding_window", "num_kv_shared_layers", "index_head_dim", "use_cla",
-                "num_global_key_value_heads",
+                "num_global_key_value_heads", "index_topk_freq",
+                # Without it a window that is longer is one all the same: nothing differs up to its length.
+                "max_position_embeddings",
                 # Where it is left out, the hidden size decides, and a note says so.
                 "head_dim", "attention_head_dim",
             }  # fmt: skip

@@ -44,8 +44,8 @@ class Budget:
             raise MisconfiguredError(
                 f"the model does not fit: of {self.memory_bytes / 1e9:.1f} GB per GPU the engine may use "
                 f"{self.usable_bytes / 1e9:.1f} GB, weights take {self.rank_weights_bytes / 1e9:.1f} GB "
-                f"and overhead {self.overhead_bytes / 1e9:.1f} GB; use more ranks (--tp, --pp), smaller weights "
-                "(--weights-dtype) or a larger GPU"
+                f"and overhead {self.overhead_bytes / 1e9:.1f} GB; use more ranks (--tp, --pp), smaller "
+                "weights (--weights-dtype) or a larger GPU"
             )
 
     @property

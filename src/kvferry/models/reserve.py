@@ -3,7 +3,7 @@
 After vLLM 0.32 (``v1/kv_cache_interface.py``, ``v1/core/kv_cache_utils.py``, ``platforms/interface.py``).
 Layers that keep the same tokens form groups of one size, short groups are padded, and every group takes whole
 blocks of one page size: a window keeps the tokens of a step in flight beside it, and a block more. Where a
-layer has recurrent state, a block of attention is made as large as that state.
+layer has recurrent state, a block of attention is made as large as that state, and prefix caching is on.
 """
 
 import enum
@@ -33,6 +33,8 @@ class EngineRules:
 
 
 DEFAULT_RULES = EngineRules()
+STATE_BLOCKS = 2  # of each recurrent layer: the running state, and the one at the last block's end for reuse
+MLA_BLOCK_TOKENS = 128  # what blocks of latents are a multiple of where there is recurrent state beside them
 
 _Kind = tuple[Span, int, int, int]  # span, its tokens, bytes per token, bytes of state
 
@@ -50,22 +52,23 @@ def reserved_bytes(pages: tuple[tuple[Layer, int, int], ...], tokens: int, rules
             layers * (_blocks(tokens, rules.block_tokens) * rules.block_tokens * nbytes + state)
             for (_, _, nbytes, state), layers in kinds.items()
         )
-    block = block_tokens(kinds, rules)
+    block = block_tokens(kinds, rules, latent=any(layer.latent for layer, _, _ in pages))
     page = max(max(nbytes * block, state) for _, _, nbytes, state in kinds)
     size = _group_size(list(kinds.values()))
     total = 0
     for kind, layers in kinds.items():
-        total += _blocks(layers, size) * size * page * _kind_blocks(kind, tokens, page, rules)
+        total += _blocks(layers, size) * size * page * _kind_blocks(kind, tokens, page, block, rules)
     return total
 
 
-def block_tokens(kinds: Counter[_Kind], rules: EngineRules) -> int:
-    """Tokens of an attention block: raised, in whole blocks, until it holds a layer's state."""
+def block_tokens(kinds: Counter[_Kind], rules: EngineRules, *, latent: bool) -> int:
+    """Tokens of an attention block: raised, in whole steps, until it holds a layer's state."""
     state = max(state for _, _, _, state in kinds)
     narrowest = min((nbytes for _, _, nbytes, _ in kinds if nbytes), default=0)
     if not state or not narrowest:
         return rules.block_tokens
-    return max(1, _blocks(state, rules.block_tokens * narrowest)) * rules.block_tokens
+    step = max(rules.block_tokens, MLA_BLOCK_TOKENS) if latent else rules.block_tokens
+    return _blocks(state, step * narrowest) * step
 
 
 def _group_size(counts: list[int]) -> int:
@@ -73,11 +76,13 @@ def _group_size(counts: list[int]) -> int:
     return max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
 
 
-def _kind_blocks(kind: _Kind, tokens: int, page: int, rules: EngineRules) -> int:
+def _kind_blocks(kind: _Kind, tokens: int, page: int, base: int, rules: EngineRules) -> int:
     span, length, nbytes, _ = kind
     if span is Span.NONE:
-        return 1
-    block = max(1, page // nbytes)
+        return STATE_BLOCKS
+    # A narrower page is filled with more tokens where it divides the widest, and padded where it does not.
+    own = nbytes * base
+    block = base * (page // own) if page % own == 0 else base
     whole = _blocks(tokens, block)
     if span is Span.WINDOW:
         return min(whole, _blocks(length - 1 + rules.batched_tokens, block) + 1)
