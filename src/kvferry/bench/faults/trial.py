@@ -1,5 +1,6 @@
 """One trial: a prompt in Valkey alone, a fault, a request, what later requests lose, the way back."""
 
+import math
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -139,9 +140,14 @@ def failures_of(page: str) -> dict[str, int]:
 
 def agree(reply: Reply, reference: Reply) -> bool:
     """Equal texts, or first tokens that are as likely: rounding may decide, and the rest follows."""
-    check = check_answer(reply, reference, against="")
-    first = [abs(a - b) for a, b in zip(reply.logprobs[:1], reference.logprobs[:1], strict=False)]
-    return check.passed or (bool(first) and first[0] <= MAX_ROUNDING)
+    return check_answer(reply, reference, against="").passed or first_gap(reply, reference) <= MAX_ROUNDING
+
+
+def first_gap(reply: Reply, reference: Reply) -> float:
+    """Between the first tokens' log probabilities; infinite where one has no token."""
+    if not reply.logprobs or not reference.logprobs:
+        return math.inf
+    return abs(reply.logprobs[0] - reference.logprobs[0])
 
 
 class Trials:
@@ -283,7 +289,11 @@ class Trials:
         trial.ttft_s = reply.ttft_s
         # A computed the reference's blocks anew in another split, which may round differently.
         if not any(agree(reply, other) for other in (reference, cold)):
-            trial.problems.append("the answer is not the one of an engine at the same boundary")
+            trial.problems.append(
+                "the answer is not the one of an engine at the same boundary: "
+                f"{reply.text!r}, not {reference.text!r} (first token {first_gap(reply, reference):.3f} "
+                f"apart) and not, as cold, {cold.text!r} ({first_gap(reply, cold):.3f} apart)"
+            )
         if kind.harmless and trial.loaded_blocks < trial.wanted_blocks:
             trial.problems.append("the load did not go on")
 
