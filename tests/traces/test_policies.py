@@ -53,7 +53,7 @@ def tokens(prompts: Sequence[Sequence[int]], found: Sequence[int], *, short: int
 
 @pytest.mark.parametrize("policy", list(Policy))
 @given(prompts=traces(), short=st.integers(0, BLOCK_TOKENS - 1))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_hits_are_those_of_a_simulation_block_by_block(
     policy: Policy, prompts: list[list[int]], short: int
 ) -> None:
@@ -67,7 +67,7 @@ def test_hits_are_those_of_a_simulation_block_by_block(
 
 
 @given(prompts=traces())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_no_policy_beats_the_optimum_nor_the_optimum_a_cache_that_never_forgets(
     prompts: list[list[int]],
 ) -> None:

@@ -10,6 +10,7 @@ from kvferry.cli.table import compact, count, duration, labelled, share, table
 from kvferry.config import format_size, parse_size
 from kvferry.errors import MisconfiguredError
 from kvferry.traces import findings
+from kvferry.traces.formats import MAX_BLOCK_TOKENS
 from kvferry.traces.policies import Policy
 from kvferry.traces.reuse import ReuseLog
 from kvferry.traces.source import Malformed, TraceFile
@@ -30,20 +31,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZES",
         help="as 512GiB,1TiB (default: powers of two of blocks)",
     )
+    parser.add_argument(
+        "--block-tokens",
+        metavar="N",
+        help="of logs of text or tokens (default 64); hashed traces have their own",
+    )
     parser.add_argument("--json", action="store_true", help="the whole document, for programs")
 
 
 def main(args: argparse.Namespace) -> int:
     """Read, analyse, print. 1: no line gave a request."""
-    per_token = _kv_bytes(args.kv_bytes_per_token)
-    malformed, sources = Malformed(), [TraceFile(Path(name)) for name in args.files]
+    per_token = _number("--kv-bytes-per-token", args.kv_bytes_per_token, MAX_KV_BYTES)
+    size = _number("--block-tokens", args.block_tokens, MAX_BLOCK_TOKENS)
+    malformed, sources = Malformed(), [TraceFile(Path(name), block_tokens=size) for name in args.files]
     log = ReuseLog(_block_tokens(sources))
     for source in sources:
         for request in source.requests(malformed):
             log.add(request)
     found = {
         "files": [
-            {"path": str(source.path), "format": source.reader.format, "lines": source.lines}
+            {
+                "path": str(source.path),
+                "format": source.reader.format,
+                "lines": source.lines,
+                "other_lines": source.other_lines,
+                "clock": source.reader.clock.value,
+                "note": source.reader.note,
+            }
             for source in sources
         ],
         "malformed": {
@@ -66,23 +80,23 @@ def main(args: argparse.Namespace) -> int:
     return 0 if len(log) else 1
 
 
-def _kv_bytes(text: str | None) -> int | None:
+def _number(flag: str, text: str | None, highest: int) -> int | None:
     if text is None:
         return None
     try:
-        return parse_count(text, lowest=1, highest=MAX_KV_BYTES)
+        return parse_count(text, lowest=1, highest=highest)
     except MisconfiguredError as error:
-        raise MisconfiguredError(f"--kv-bytes-per-token: {error}") from error
+        raise MisconfiguredError(f"{flag}: {error}") from error
 
 
 def _block_tokens(sources: list[TraceFile]) -> int:
-    sizes = {size for source in sources if (size := source.reader.block_tokens) is not None}
+    sizes = {source.reader.block_tokens for source in sources}
     if len(sizes) > 1:
         raise MisconfiguredError(
             f"the files have blocks of {' and '.join(map(str, sorted(sizes)))} tokens; "
             "analyse them one by one"
         )
-    return sizes.pop() if sizes else 1
+    return sizes.pop()
 
 
 def _capacities(text: str | None, log: ReuseLog, per_token: int | None) -> list[int]:
@@ -111,10 +125,7 @@ def _capacities(text: str | None, log: ReuseLog, per_token: int | None) -> list[
 def render(found: dict[str, Any]) -> str:
     """The document as text for people, at most 100 columns."""
     traffic = found["traffic"]
-    lines = [
-        labelled("file", f"{source['path']}: {source['format']}, {count(source['lines'])} lines")
-        for source in found["files"]
-    ]
+    lines = [labelled("file", _file(source)) for source in found["files"]]
     lines += _malformed(found["malformed"])
     lines.append(labelled("requests", _requests(traffic)))
     for kind in ("input", "output"):
@@ -148,6 +159,15 @@ def render(found: dict[str, Any]) -> str:
             table([duration(gap["gap_s"]) for gap in gaps], [[_percent(gap["share"]) for gap in gaps]])
         )
     return "\n".join(lines)
+
+
+def _file(source: dict[str, Any]) -> str:
+    text = f"{source['path']}: {source['format']}, {count(source['lines'])} lines"
+    if source["other_lines"]:
+        text += f", {count(source['other_lines'])} of them no requests"
+    if source["clock"] == "session":
+        text += "; sessions are timed each from its own start and read one after another"
+    return text + (f"; {source['note']}" if source["note"] else "")
 
 
 def _malformed(malformed: dict[str, Any]) -> list[str]:

@@ -1,10 +1,14 @@
-"""The trace formats: how each is told from the others, and how a line of it becomes requests.
+"""What a trace format is: a reader of one file's lines, made from how the file begins.
 
-A format is a class with ``of(sample)``, which makes a reader of a file that begins with these lines, or None
-where it is another format's, and ``requests(line)``. To add one, write the class and name it in ``source``.
+Every format is a class with ``of(opening)``, which gives a reader, or None where the file is another
+format's. To add one, write the class and name it in ``source``.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -12,30 +16,56 @@ import msgspec
 from kvferry.traces.request import Request
 
 MAX_BLOCK_TOKENS = 1 << 20
+DEFAULT_BLOCK_TOKENS = 64
+
+
+class Clock(StrEnum):
+    """What the times of requests count from."""
+
+    TRACE = "trace"
+    SESSION = "session"  # each session from its own start; sessions follow each other in the file
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A file's path and first lines. block_tokens: what the user chose, or None."""
+
+    path: Path
+    lines: Sequence[bytes]
+    block_tokens: int | None = None
+
+    @cached_property
+    def objects(self) -> Sequence[Mapping[str, object]]:
+        """The lines that are JSON objects."""
+        found = []
+        for line in self.lines:
+            try:
+                record = msgspec.json.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+            if isinstance(record, dict):
+                found.append(record)
+        return found
 
 
 class Reader(Protocol):
-    """Reads the lines of one file.
+    """Reads the lines of one file, in order.
 
-    format: its name. block_tokens: tokens of each block; None where the format leaves that to the caller.
+    format: its name. block_tokens: tokens of each block. note: what is estimated or left out; empty: nothing.
     """
 
     format: str
-    block_tokens: int | None
+    block_tokens: int
+    clock: Clock
+    note: str
 
     def requests(self, line: bytes) -> Iterable[Request]:
-        """The requests of one line. Raises MalformedError."""
+        """The requests of one line; none where it belongs there but is none. Raises MalformedError."""
         ...
 
 
-def objects(sample: Sequence[bytes]) -> list[dict[str, object]]:
-    """The lines that are JSON objects."""
-    found = []
-    for line in sample:
-        try:
-            record = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            continue
-        if isinstance(record, dict):
-            found.append(record)
-    return found
+def reason(error: Exception) -> str:
+    """A decoder's words without places, so that equal mistakes count as one."""
+    if not isinstance(error, msgspec.ValidationError):
+        return "not JSON"
+    return str(error).replace("`", "'")

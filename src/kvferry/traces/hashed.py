@@ -5,14 +5,14 @@ Mooncake counts milliseconds and 512 tokens a block, Bailian seconds and 16 toke
 ``parent_chat_id`` (-1: none). A ``block_size`` in the records says so outright, as kvcache-simulator's do.
 """
 
-from array import array
-from collections.abc import Iterable, Sequence
-from typing import cast
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
-import xxhash
 
-from kvferry.traces.formats import MAX_BLOCK_TOKENS, objects
+from kvferry.errors import MisconfiguredError
+from kvferry.traces import blocks
+from kvferry.traces.formats import MAX_BLOCK_TOKENS, Clock, Opening, reason
 from kvferry.traces.request import MalformedError, Request
 
 _MOST_SIZES = tuple(1 << power for power in range(2, 14))  # tried where no record says it
@@ -33,26 +33,34 @@ class _Line(msgspec.Struct):
 class HashedBlocks:
     """Mooncake and Bailian lines."""
 
-    def __init__(self, *, format: str, block_tokens: int, ticks_per_s: float) -> None:  # noqa: A002
-        self.format = format
-        self.block_tokens: int | None = block_tokens
-        self._size = block_tokens
+    clock = Clock.TRACE
+    note = ""
+
+    def __init__(self, *, name: str, block_tokens: int, ticks_per_s: float) -> None:
+        self.format = name
+        self.block_tokens = block_tokens
         self._ticks_per_s = ticks_per_s
         self._decoder = msgspec.json.Decoder(_Line)
         self._roots: dict[int | str, str] = {}  # chat -> the chat it began as
 
     @classmethod
-    def of(cls, sample: Sequence[bytes]) -> "HashedBlocks | None":
+    def of(cls, opening: Opening) -> "HashedBlocks | None":
         """A reader, if the file's first objects have ``hash_ids`` in a list."""
-        found = [line for line in objects(sample) if isinstance(line.get("hash_ids"), list)]
-        if not found or "input_length" not in found[0]:
+        found = [
+            line
+            for line in opening.objects
+            if isinstance(line.get("hash_ids"), list) and "input_length" in line
+        ]
+        if not found:
             return None
         chats = "chat_id" in found[0]
-        size = _block_tokens(found)
+        size = _block_tokens(found) or opening.block_tokens
         if size is None:
-            return None
+            raise MisconfiguredError(
+                f"{opening.path}: no block size makes hash_ids and input_length agree; give --block-tokens"
+            )
         return cls(
-            format="qwen-bailian" if chats else "mooncake",
+            name="qwen-bailian" if chats else "mooncake",
             block_tokens=size,
             ticks_per_s=1.0 if chats else 1000.0,
         )
@@ -65,16 +73,16 @@ class HashedBlocks:
             raise MalformedError(reason(error)) from error
         if record.input_length < 1:
             raise MalformedError("input_length is below 1")
-        if record.block_size not in (None, self._size):
+        if record.block_size not in (None, self.block_tokens):
             raise MalformedError("block_size is not that of the lines before")
-        if len(record.hash_ids) > -(-record.input_length // self._size):
+        if len(record.hash_ids) > -(-record.input_length // self.block_tokens):
             raise MalformedError("more hash_ids than input_length has blocks")
         return [
             Request(
                 time_s=_seconds(record.timestamp, self._ticks_per_s),
                 input_tokens=record.input_length,
                 output_tokens=record.output_length,
-                blocks=keys(record.hash_ids),
+                blocks=blocks.of_ids(record.hash_ids),
                 session=self._session(record),
             )
         ]
@@ -91,43 +99,27 @@ class HashedBlocks:
         return root
 
 
-def keys(ids: Sequence[int | str]) -> bytes:
-    """Block keys from identifiers of any kind. Texts and numbers beyond 64 bits are hashed."""
-    try:
-        return array("q", cast(Sequence[int], ids)).tobytes()
-    except (TypeError, OverflowError):
-        return b"".join(
-            xxhash.xxh3_64_digest(f"{type(name).__name__[0]}{name}".encode())
-            if isinstance(name, str) or not -(1 << 63) <= name < 1 << 63
-            else name.to_bytes(8, "little", signed=True)
-            for name in ids
-        )
-
-
-def reason(error: Exception) -> str:
-    """A decoder's words without places, so that equal mistakes count as one."""
-    if not isinstance(error, msgspec.ValidationError):
-        return "not JSON"
-    return str(error).replace("`", "'")
-
-
-def _block_tokens(records: Sequence[dict[str, object]]) -> int | None:
-    """What the records say, else the one size at which every prompt has as many blocks as identifiers."""
+def _block_tokens(records: Sequence[Mapping[str, object]]) -> int | None:
+    """What the records say, else the size at which most prompts have as many blocks as identifiers."""
     for record in records:
         said = record.get("block_size")
         if isinstance(said, int) and 1 <= said <= MAX_BLOCK_TOKENS:
             return said
     lengths = [
-        (record["input_length"], len(ids))
+        (tokens, len(ids))
         for record in records
-        if isinstance(record["input_length"], int) and isinstance(ids := record["hash_ids"], list) and ids
+        if isinstance(tokens := record["input_length"], int)
+        and isinstance(ids := record["hash_ids"], list)
+        and ids
     ]
-    fitting = [
+    fits = Counter(
         size
+        for tokens, number in lengths
         for size in _MOST_SIZES
-        if lengths and all(number in (tokens // size, -(-tokens // size)) for tokens, number in lengths)
-    ]
-    return fitting[0] if len(fitting) == 1 else None
+        if tokens > 0 and number in (tokens // size, -(-tokens // size))
+    )
+    (best, lines), (_, next_lines) = [*fits.most_common(2), (0, 0), (0, 0)][:2]
+    return best if lines > next_lines and 2 * lines > len(lengths) else None
 
 
 def _seconds(timestamp: float | str | None, ticks_per_s: float) -> float | None:

@@ -12,6 +12,14 @@ class MalformedError(KvferryError):
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """A named stretch of a prompt's text, as "system message 0"."""
+
+    name: str
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One prompt.
 
@@ -20,6 +28,7 @@ class Request:
     blocks: a key of ``KEY_BYTES`` for each block of the prompt, the first one first. A key names content;
         what comes before tells it from others. None where the trace does not identify content.
     session: what the trace says belongs together (a chat, a user's session); None where it does not.
+    parts: the prompt's text, where the trace has it. family: only prompts of one family may share (a model).
     """
 
     time_s: float | None
@@ -27,3 +36,5 @@ class Request:
     output_tokens: int | None
     blocks: bytes | None
     session: str | None = None
+    parts: tuple[Part, ...] = ()
+    family: str = ""

@@ -9,12 +9,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from kvferry.errors import MisconfiguredError
-from kvferry.traces.formats import Reader
-from kvferry.traces.hashed import HashedBlocks
-from kvferry.traces.request import MalformedError, Request
+import msgspec
 
-FORMATS = (HashedBlocks,)
+from kvferry.errors import MisconfiguredError
+from kvferry.traces.agents import AgentSessions
+from kvferry.traces.formats import Opening, Reader
+from kvferry.traces.hashed import HashedBlocks
+from kvferry.traces.lengths import Lengths
+from kvferry.traces.openai import OpenAiRequests
+from kvferry.traces.rag import RagChunks
+from kvferry.traces.request import MalformedError, Request
+from kvferry.traces.tokens import TokenIds
+from kvferry.traces.vllmlog import VllmLog
+
+FORMATS = (HashedBlocks, RagChunks, AgentSessions, TokenIds, OpenAiRequests, VllmLog, Lengths)
 MAX_LINE_BYTES = 256 << 20
 SAMPLE_LINES = 256
 SAMPLE_BYTES = 16 << 20
@@ -43,11 +51,15 @@ class Malformed:
 
 
 class TraceFile:
-    """One file: its format is known from its first lines, its requests come as they are read."""
+    """One file: its format is known from its first lines, its requests come as they are read.
 
-    def __init__(self, path: Path) -> None:
+    ``lines`` and ``other_lines`` count what was read so far, and what of it belongs there but is no request.
+    """
+
+    def __init__(self, path: Path, *, block_tokens: int | None = None) -> None:
         self.path = path
         self.lines = 0
+        self.other_lines = 0
         with self._opened() as stream:
             sample, size = [], 0
             for line in _lines(stream):
@@ -55,19 +67,32 @@ class TraceFile:
                 size += len(line)
                 if len(sample) >= SAMPLE_LINES or size >= SAMPLE_BYTES:
                     break
-        self.reader = _recognised(path, sample)
+        self._whole = _is_one_document(sample)
+        if self._whole:
+            sample = list(self._records())[:SAMPLE_LINES]
+        self.reader = _recognised(Opening(path, sample, block_tokens))
 
     def requests(self, malformed: Malformed) -> Iterator[Request]:
         """Every request, in the file's order; lines that give none are counted. Raises MisconfiguredError."""
+        for line in self._records():
+            self.lines += 1
+            if not line.strip():
+                continue
+            number = 0
+            try:
+                for number, request in enumerate(self.reader.requests(line), 1):  # noqa: B007
+                    yield request
+            except MalformedError as error:
+                malformed.add(str(error), f"{self.path.name}:{self.lines}")
+            else:
+                self.other_lines += not number
+
+    def _records(self) -> Iterator[bytes]:
         with self._opened() as stream:
-            for line in _lines(stream):
-                self.lines += 1
-                if not line.strip():
-                    continue
-                try:
-                    yield from self.reader.requests(line)
-                except MalformedError as error:
-                    malformed.add(str(error), f"{self.path.name}:{self.lines}")
+            if self._whole:
+                yield from _elements(self.path, stream.read(MAX_LINE_BYTES + 1))
+            else:
+                yield from _lines(stream)
 
     @contextmanager
     def _opened(self) -> Iterator[BinaryIO | gzip.GzipFile]:
@@ -86,12 +111,31 @@ def _lines(stream: BinaryIO | gzip.GzipFile) -> Iterator[bytes]:
         yield line
 
 
-def _recognised(path: Path, sample: Sequence[bytes]) -> Reader:
+def _is_one_document(sample: Sequence[bytes]) -> bool:
+    """Whether this is a JSON document over several lines, or a list, rather than an object a line."""
+    first = next((line.strip() for line in sample if line.strip()), b"")
+    return first.startswith(b"[") or first == b"{"
+
+
+def _elements(path: Path, document: bytes) -> list[bytes]:
+    """A document as if it had one object a line."""
+    if len(document) > MAX_LINE_BYTES:
+        raise MisconfiguredError(
+            f"{path} is one JSON document of over {MAX_LINE_BYTES >> 20} MiB; write one object a line instead"
+        )
+    if not document.lstrip().startswith(b"["):
+        return [document]
+    try:
+        return [bytes(part) for part in msgspec.json.decode(document, type=list[msgspec.Raw])]
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MisconfiguredError(f"{path} begins like a JSON list and is none: {error}") from error
+
+
+def _recognised(opening: Opening) -> Reader:
     for known in FORMATS:
-        reader = known.of(sample)
+        reader = known.of(opening)
         if reader is not None:
             return reader
     raise MisconfiguredError(
-        f"{path} has no format that is known here: nothing fits its first {len(sample)} lines; "
-        "docs/analyze.md lists the formats"
+        f"{opening.path}: no known format fits its first {len(opening.lines)} lines; see docs/analyze.md"
     )

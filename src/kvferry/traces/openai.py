@@ -1,0 +1,163 @@
+"""Logs of requests to an OpenAI-like API: chat messages or a prompt, with what surrounds them in the log.
+
+A line is the request's body, or holds it under ``request``, ``body`` and the like, as an object or as JSON in
+a text. Times, sessions and ``usage`` are taken from wherever they usually stand. A prompt of token ids is
+exact. Text becomes tokens at a fixed number of bytes each: that of the first lines where they say
+``usage.prompt_tokens``, else ``BYTES_PER_TOKEN``; blocks are then that many bytes.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
+
+from kvferry.traces import blocks
+from kvferry.traces.formats import DEFAULT_BLOCK_TOKENS, Clock, Opening
+from kvferry.traces.request import MalformedError, Part, Request
+from kvferry.traces.times import seconds
+from kvferry.traces.tokens import OUTPUT_COUNTS, SESSIONS, TIMES, first, whole
+
+BYTES_PER_TOKEN = 4.0
+_PLAUSIBLE = (1.0, 16.0)  # bytes a token, beyond which usage counts something else (images, a hidden prompt)
+_INNER = ("request", "body", "request_body", "payload", "data", "kwargs", "params", "json", "raw_request")
+_MAX_DEPTH = 4
+
+
+class OpenAiRequests:
+    """JSON lines of requests."""
+
+    format = "openai"
+    clock = Clock.TRACE
+
+    def __init__(self, *, bytes_per_token: float, block_tokens: int, measured: bool) -> None:
+        self.block_tokens = block_tokens
+        self.note = f"tokens are text at {bytes_per_token:.2f} bytes each, " + (
+            "as usage says in the first lines" if measured else "an estimate"
+        )
+        self._bytes_per_token = bytes_per_token
+
+    @classmethod
+    def of(cls, opening: Opening) -> "OpenAiRequests | None":
+        """A reader, if the first objects have requests."""
+        ratios, known = [], False
+        for record in opening.objects:
+            body = body_of(record)
+            if body is None:
+                continue
+            known = True
+            tokens = whole(_usage(record).get("prompt_tokens"))
+            size = sum(len(part.content) for part in parts_of(body))
+            if tokens and size and _PLAUSIBLE[0] <= size / tokens <= _PLAUSIBLE[1]:
+                ratios.append((size, tokens))
+        if not known:
+            return None
+        measured = sum(size for size, _ in ratios) / sum(tokens for _, tokens in ratios) if ratios else None
+        return cls(
+            bytes_per_token=measured or BYTES_PER_TOKEN,
+            block_tokens=opening.block_tokens or DEFAULT_BLOCK_TOKENS,
+            measured=measured is not None,
+        )
+
+    def requests(self, line: bytes) -> Iterable[Request]:
+        """The line's request. Raises MalformedError."""
+        try:
+            record = msgspec.json.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise MalformedError("not JSON") from error
+        return [self.request(record)]
+
+    def request(self, record: object) -> Request:
+        """From a log's record. Raises MalformedError."""
+        body = body_of(record) if isinstance(record, dict) else None
+        if body is None or not isinstance(record, dict):
+            raise MalformedError("no messages, prompt or input")
+        seed = blocks.seed_of(*(str(body.get(name)) for name in ("model", "cache_salt")))
+        usage = _usage(record)
+        outputs = whole(first(usage, ("completion_tokens", "output_tokens")))
+        outputs = whole(first(record, OUTPUT_COUNTS)) if outputs is None else outputs
+        time_s = seconds(first(record, TIMES) or first(body, TIMES))
+        session = first(record, SESSIONS) or first(body, SESSIONS)
+        name = None if session is None else str(session)
+        ids = body.get("prompt")
+        if isinstance(ids, list) and ids and all(isinstance(token, int) for token in ids):
+            keys = blocks.of_tokens(ids, self.block_tokens, seed=seed)
+            return Request(time_s, len(ids), outputs, keys, name)
+        parts = tuple(parts_of(body))
+        content = b"".join(part.content for part in parts)
+        if not content:
+            raise MalformedError("the prompt is empty")
+        return Request(
+            time_s=time_s,
+            input_tokens=max(1, round(len(content) / self._bytes_per_token)),
+            output_tokens=outputs,
+            blocks=blocks.of_bytes(content, round(self.block_tokens * self._bytes_per_token), seed=seed),
+            session=name,
+            parts=parts,
+            family=str(body.get("model")),
+        )
+
+
+def body_of(record: object, depth: int = 0) -> Mapping[str, object] | None:
+    """The request's body in a log's record."""
+    if isinstance(record, str) and record.lstrip().startswith("{"):
+        try:
+            record = msgspec.json.decode(record)
+        except msgspec.DecodeError:
+            return None
+    if not isinstance(record, dict) or depth > _MAX_DEPTH:
+        return None
+    if isinstance(record.get("messages"), list) or isinstance(record.get("prompt"), str | list):
+        return record
+    for name in _INNER:
+        inner = body_of(record.get(name), depth + 1)
+        if inner is not None:
+            return inner
+    return record if isinstance(record.get("input"), str | list) else None
+
+
+def parts_of(body: Mapping[str, object]) -> Iterator[Part]:
+    """The prompt as chat templates order it: tools, system, messages. Our marks stand for a template's."""
+    tools = first(body, ("tools", "functions"))
+    if tools:
+        yield Part("tools", _text(tools))
+    for name in ("system", "instructions"):
+        if body.get(name):
+            yield Part("system", b"\nsystem:" + _text(body[name]))
+    messages = body.get("messages", body.get("prompt", body.get("input")))
+    for number, message in enumerate(messages if isinstance(messages, list) else [messages]):
+        if isinstance(message, dict):
+            role = str(message.get("role", message.get("type", "message")))
+            rest = {
+                name: value
+                for name, value in message.items()
+                if name not in ("role", "content") and value not in (None, [], {})
+            }
+            content = _text(message.get("content")) + (_text(rest) if rest else b"")
+            yield Part(f"{role} message {number}", f"\n{role}:".encode() + content)
+        elif message is not None:
+            yield Part("prompt", _text(message))
+
+
+def _text(value: object) -> bytes:
+    if value is None:
+        return b""
+    if isinstance(value, str):
+        return value.encode(errors="replace")
+    if isinstance(value, list) and all(
+        isinstance(piece, dict) and isinstance(piece.get("text"), str) for piece in value
+    ):
+        return b"".join(piece["text"].encode(errors="replace") for piece in value)
+    return msgspec.json.encode(value)
+
+
+def _usage(record: object, depth: int = 0) -> Mapping[str, object]:
+    """What the response said it used."""
+    if not isinstance(record, dict) or depth > _MAX_DEPTH:
+        return {}
+    usage = record.get("usage")
+    if isinstance(usage, dict):
+        return usage
+    for name in ("response", "body", "output", "result"):
+        found = _usage(record.get(name), depth + 1)
+        if found:
+            return found
+    return {}

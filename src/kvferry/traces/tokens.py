@@ -1,0 +1,77 @@
+"""Logs with the prompts' token ids: exact, whatever the tokenizer was.
+
+One JSON object a line with ``prompt_token_ids`` or ``input_tok_ids`` (LLMServingSim), and if known a time,
+the number of output tokens and a session.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from kvferry.traces import blocks
+from kvferry.traces.formats import DEFAULT_BLOCK_TOKENS, Clock, Opening
+from kvferry.traces.request import MalformedError, Request
+from kvferry.traces.times import seconds
+
+PROMPTS = ("prompt_token_ids", "input_tok_ids", "input_ids")
+OUTPUTS = ("output_token_ids", "output_tok_ids", "output_ids")
+OUTPUT_COUNTS = ("output_tokens", "output_toks", "output_length", "completion_tokens")
+TIMES = ("timestamp", "time", "ts", "created", "created_at", "start_time", "arrival_time", "request_time")
+SESSIONS = ("session_id", "conversation_id", "session", "chat_id", "prompt_cache_key", "user")
+
+
+class TokenIds:
+    """JSON lines of token ids."""
+
+    format = "token-ids"
+    clock = Clock.TRACE
+    note = ""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+
+    @classmethod
+    def of(cls, opening: Opening) -> "TokenIds | None":
+        """A reader, if one of the first objects has token ids."""
+        if any(isinstance(first(line, PROMPTS), list) for line in opening.objects):
+            return cls(opening.block_tokens or DEFAULT_BLOCK_TOKENS)
+        return None
+
+    def requests(self, line: bytes) -> Iterable[Request]:
+        """The line's request. Raises MalformedError."""
+        try:
+            record = msgspec.json.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise MalformedError("not JSON") from error
+        ids = first(record, PROMPTS) if isinstance(record, dict) else None
+        if not isinstance(ids, list) or not ids:
+            raise MalformedError("no token ids of a prompt")
+        made = first(record, OUTPUTS)
+        outputs = len(made) if isinstance(made, list) else whole(first(record, OUTPUT_COUNTS))
+        model = record.get("model")
+        session = first(record, SESSIONS)
+        return [
+            Request(
+                time_s=self._time_s(record),
+                input_tokens=len(ids),
+                output_tokens=outputs,
+                blocks=blocks.of_tokens(ids, self.block_tokens, seed=blocks.seed_of(str(model))),
+                session=None if session is None else str(session),
+            )
+        ]
+
+    def _time_s(self, record: Mapping[str, object]) -> float | None:
+        ns = record.get("arrival_time_ns")
+        if isinstance(ns, int | float):
+            return ns / 1e9
+        return seconds(first(record, TIMES))
+
+
+def first(record: Mapping[str, object], names: Iterable[str]) -> object:
+    """The first of these fields that is there and not null."""
+    return next((value for name in names if (value := record.get(name)) is not None), None)
+
+
+def whole(value: object) -> int | None:
+    """A count, if it is one."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

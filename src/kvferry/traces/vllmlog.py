@@ -1,0 +1,93 @@
+"""vLLM's own log, started with ``--enable-log-requests`` (and VLLM_LOGGING_LEVEL=DEBUG where prompts are
+wanted).
+
+Older versions put prompt and token ids into "Received request ID: prompt: '...', params: ...,
+prompt_token_ids: [...]"; newer ones put them at DEBUG into "Request ID details: prompt: '...',
+prompt_token_ids: [...]". A request whose prompt is nowhere is counted as malformed: nothing can be known of
+it. Other lines are no requests.
+"""
+
+import ast
+import datetime as dt
+import re
+from collections.abc import Iterable
+
+import msgspec
+
+from kvferry.traces import blocks
+from kvferry.traces.formats import DEFAULT_BLOCK_TOKENS, Clock, Opening
+from kvferry.traces.openai import BYTES_PER_TOKEN
+from kvferry.traces.request import MalformedError, Part, Request
+
+_REQUEST = re.compile(rb"Received request (\S+): |Request (\S+) details: ")
+_TIME = re.compile(rb"\b(?:INFO|DEBUG) (\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)")
+_IDS = re.compile(rb"prompt_token_ids: (\[[\d, ]*\]|array\(\[[\d, ]*\])")
+_PROMPT = re.compile(rb"prompt: ('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"), ")
+_LEAP_YEAR = 2000  # the log names no year
+
+
+class VllmLog:
+    """Lines of a vLLM server's log."""
+
+    format = "vllm-log"
+    clock = Clock.TRACE
+    note = f"prompts without token ids count {BYTES_PER_TOKEN:g} bytes a token, an estimate"
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+
+    @classmethod
+    def of(cls, opening: Opening) -> "VllmLog | None":
+        """A reader, if the first lines are of vLLM."""
+        if any(_REQUEST.search(line) or b"vLLM API server" in line for line in opening.lines):
+            return cls(opening.block_tokens or DEFAULT_BLOCK_TOKENS)
+        return None
+
+    def requests(self, line: bytes) -> Iterable[Request]:
+        """The line's request, if it is one. Raises MalformedError."""
+        found = _REQUEST.search(line)
+        if found is None:
+            return []
+        ids, prompt = _IDS.search(line, found.end()), _PROMPT.search(line, found.end())
+        if ids is None and prompt is None:
+            if b" details: " in found[0] or b"params: " not in line:
+                raise MalformedError("a request without prompt or token ids")
+            raise MalformedError(
+                "a request without its prompt; set VLLM_LOGGING_LEVEL=DEBUG to have it logged"
+            )
+        time_s = _time_s(line)
+        if ids is not None and (tokens := msgspec.json.decode(ids[1].removeprefix(b"array("))):
+            return [Request(time_s, len(tokens), None, blocks.of_tokens(tokens, self.block_tokens))]
+        if prompt is None:
+            raise MalformedError("a request without prompt or token ids")
+        text = _text(prompt[1])
+        if not text:
+            raise MalformedError("the prompt is empty")
+        return [
+            Request(
+                time_s=time_s,
+                input_tokens=max(1, round(len(text) / BYTES_PER_TOKEN)),
+                output_tokens=None,
+                blocks=blocks.of_bytes(text, round(self.block_tokens * BYTES_PER_TOKEN)),
+                parts=(Part("prompt", text),),
+            )
+        ]
+
+
+def _text(literal: bytes) -> bytes:
+    try:
+        value = ast.literal_eval(literal.decode())
+    except (ValueError, SyntaxError) as error:
+        raise MalformedError("the prompt is cut off") from error
+    return str(value).encode(errors="replace")
+
+
+def _time_s(line: bytes) -> float | None:
+    found = _TIME.search(line)
+    if found is None:
+        return None
+    month, day, hour, minute, second = map(int, found.groups())
+    try:
+        return dt.datetime(_LEAP_YEAR, month, day, hour, minute, second, tzinfo=dt.UTC).timestamp()
+    except ValueError as error:
+        raise MalformedError("the time is no date") from error
