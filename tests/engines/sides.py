@@ -14,8 +14,7 @@ from kvferry.client.scheduler import SchedulerClient
 from kvferry.client.worker import WorkerClient
 from kvferry.config import NodeSettings
 from kvferry.engines.planning import ChunkGeometry
-from kvferry.engines.vllm import scheduler as scheduler_side
-from kvferry.engines.vllm import transfers
+from kvferry.engines.vllm import lookups, transfers
 from kvferry.engines.vllm.copy import CpuBlockCopier
 from kvferry.engines.vllm.identity import AdapterDigests, rank_parts
 from kvferry.engines.vllm.layout import LayerView, plan_layout
@@ -150,7 +149,7 @@ class SideFleet:
         self._groups = tuple(groups)
         self._chunk_blocks = chunk_blocks
         # A host may be busy for longer than an engine would wait.
-        stack.enter_context(patch.object(scheduler_side, "LOOKUP_MAX_S", WAIT_S))
+        stack.enter_context(patch.object(lookups, "LOOKUP_MAX_S", WAIT_S))
         stack.enter_context(patch.object(transfers, "RESERVE_TIMEOUT_S", WAIT_S))
         self._gate = threading.Event()
         self._saves = threading.Event()

@@ -41,9 +41,8 @@ def node() -> TroubledNode:
 
 
 @pytest.fixture
-def bench(node: TroubledNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    made = Bench(blocks=100)
-    monkeypatch.setattr(made.side, "_client", node)
+def bench(node: TroubledNode) -> Iterator[Bench]:
+    made = Bench(blocks=100, node=node)
     yield made
     made.side.close()
     made.adapters.close()

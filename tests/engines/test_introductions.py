@@ -52,7 +52,7 @@ class TestConnector:
         made = object.__new__(KvferryConnector)
         made.guard = Guard("test")
         made._unsupported = made._worker = made._scheduler = made._weights = None
-        made._introductions, made._introduced, made._facts = Introductions(ranks=1), 0, _facts(0)
+        made._opening, made._introduced, made._facts = Introductions(ranks=1), 0, _facts(0)
         return made
 
     def test_another_connectors_handshake_is_left_alone_and_a_request_waits(self, connector: Any) -> None:

@@ -7,6 +7,7 @@ import pytest
 from tests.engines.planting import Plant, demand
 
 from kvferry.engines.vllm import transfers
+from kvferry.engines.vllm.lookups import Lookups
 from kvferry.engines.vllm.pins import Pins
 from kvferry.engines.vllm.requests import Tracked
 from kvferry.engines.vllm.savebook import SaveBook
@@ -79,7 +80,7 @@ PLANTED: dict[str, Plant] = {
         "0 instead of 40",
     ),
     "leases are not given back": Plant(
-        SchedulerSide,
+        Lookups,
         "_end",
         nothing,
         "test_an_engine_loads_what_another_computed",

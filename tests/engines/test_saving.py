@@ -10,15 +10,16 @@ from tests.engines.test_identity import model_directory
 
 from kvferry.client.messages import LookupAnswer, LookupRequest, NamespaceInfo, Reason, Report
 from kvferry.engines.planning import ChunkGeometry
-from kvferry.engines.vllm import scheduler as scheduler_module
+from kvferry.engines.vllm import lookups
 from kvferry.engines.vllm.identity import AdapterDigests
+from kvferry.engines.vllm.lookups import MAX_NAMED_TOKENS_PER_STEP
 from kvferry.engines.vllm.messages import Assignment, SaveResult, WorkerPart, WorkerReport
 from kvferry.engines.vllm.pins import MAX_PINNED_SHARE, Pins
 from kvferry.engines.vllm.prefill import PrefillWatch
 from kvferry.engines.vllm.requests import Admission
 from kvferry.engines.vllm.savebook import SaveBook
 from kvferry.engines.vllm.saving import MAX_SAVES_PER_STEP
-from kvferry.engines.vllm.scheduler import MAX_NAMED_TOKENS_PER_STEP, SchedulerSide
+from kvferry.engines.vllm.scheduler import SchedulerSide
 from kvferry.errors import BrokenError
 from kvferry.identity.domain import DomainKey
 from kvferry.testing.fake_engine import BlockPool, FakeRequest, StepOutput
@@ -51,10 +52,12 @@ class EmptyNode:
 
 
 class Bench:
-    """A scheduler side whose engine is a few lists."""
+    """A scheduler side whose engine is a few lists. node: an EmptyNode by default."""
 
-    def __init__(self, *, blocks: int, ranks: int = 1, chunk_blocks: int = 1) -> None:
-        self.node, self.pool, self.pins = EmptyNode(), BlockPool(blocks), Pins(ranks=ranks)
+    def __init__(
+        self, *, blocks: int, ranks: int = 1, chunk_blocks: int = 1, node: EmptyNode | None = None
+    ) -> None:
+        self.node, self.pool, self.pins = node or EmptyNode(), BlockPool(blocks), Pins(ranks=ranks)
         self.pins.bind(self.pool)
         self.adapters = AdapterDigests()
         geometry = ChunkGeometry(BLOCK, BLOCK * chunk_blocks)
@@ -164,7 +167,7 @@ def test_a_burst_of_long_prompts_is_named_over_several_steps(bench: Bench) -> No
 
 
 def test_a_prompt_past_the_limit_is_named_in_one_go(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_module, "MAX_NAMED_TOKENS_PER_STEP", 10)
+    monkeypatch.setattr(lookups, "MAX_NAMED_TOKENS_PER_STEP", 10)
     bench.running("a", 100)
     assert bench.node.asked == ["a"]
 

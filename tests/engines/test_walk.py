@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.engines.sides import FULL, STATE, SideFleet, window
 
-from kvferry.engines.vllm import pins, saving, scheduler
+from kvferry.engines.vllm import lookups, pins, saving
 from kvferry.testing.fake_engine import FakeEngine
 from kvferry.testing.random_life import RandomLife
 
@@ -21,7 +21,7 @@ def test_random_life_keeps_bytes_right_and_returns_everything(
     if seed % 2:
         monkeypatch.setattr(pins, "MAX_PINNED_SHARE", 0.2)
         monkeypatch.setattr(saving, "MAX_SAVES_PER_STEP", 1)
-        monkeypatch.setattr(scheduler, "MAX_NAMED_TOKENS_PER_STEP", 1)
+        monkeypatch.setattr(lookups, "MAX_NAMED_TOKENS_PER_STEP", 1)
     fleet = SideFleet(tmp_path, stack, chunk_blocks=1 + seed // 2 % 2, groups=KINDS[seed % len(KINDS)])
 
     def reset(rng: random.Random, engine: FakeEngine) -> None:

@@ -36,17 +36,15 @@ from kvferry.engines.vllm.compat import (
     installed_version,
     unsupported_reason,
 )
-from kvferry.engines.vllm.facts import Introductions, gathered_facts, worker_facts
+from kvferry.engines.vllm.facts import worker_facts
 from kvferry.engines.vllm.groups import layers_by_group
 from kvferry.engines.vllm.guard import Guard, guarded
-from kvferry.engines.vllm.identity import AdapterDigests, assign, engine_geometry
+from kvferry.engines.vllm.identity import engine_geometry
 from kvferry.engines.vllm.kv_memory import KvMemory
 from kvferry.engines.vllm.messages import Assignment, StepPlan, WorkerFacts, WorkerReport
-from kvferry.engines.vllm.multimodal import ItemDigests
-from kvferry.engines.vllm.opening import open_scheduler
+from kvferry.engines.vllm.opening import Opening
 from kvferry.engines.vllm.pins import Pins
 from kvferry.engines.vllm.reach import connect_scheduler, connect_worker
-from kvferry.engines.vllm.requests import Admission
 from kvferry.engines.vllm.scheduler import GENERATION_BYTES, SchedulerSide
 from kvferry.engines.vllm.settings import parse_settings
 from kvferry.engines.vllm.stats import KvferryPromMetrics, KvferryStats
@@ -88,19 +86,16 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_version(installed_version())
-        self._role_in_split = check_transfer_config(vllm_config, outer=get_current_vllm_config_or_none())
+        role_in_split = check_transfer_config(vllm_config, outer=get_current_vllm_config_or_none())
         self.guard = Guard(role.name.lower())
         self._settings = parse_settings(self._kv_transfer_config.kv_connector_extra_config or {})
-        self._key = DomainKey.load(self._settings.domain, key_file=self._settings.domain_key_file)
+        key = DomainKey.load(self._settings.domain, key_file=self._settings.domain_key_file)
         self._token = client_token(self._settings.token_file)
         self._unsupported = unsupported_reason(vllm_config, kv_cache_config)
-        self._ranks = int(vllm_config.parallel_config.world_size)
-        self._pins = Pins(ranks=self._ranks)
+        self._pins = Pins(ranks=int(vllm_config.parallel_config.world_size))
         self._announced = Announced()
-        self._introductions = Introductions(ranks=self._ranks)
         self._introduced = 0
-        self._adapters: AdapterDigests | None = None
-        self._items: ItemDigests | None = None
+        self._opening: Opening | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._weights: WeightsWatch | None = None
@@ -110,6 +105,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._unsupported is None:
             # Fails at start-up, not at the first request, and in every process.
             self._geometry = engine_geometry(vllm_config, kv_cache_config, self._settings)
+            self._opening = Opening(
+                vllm_config, settings=self._settings, key=key, geometry=self._geometry, role=role_in_split
+            )
         elif role is KVConnectorRole.SCHEDULER:
             _log.warning(
                 "kvferry: served without the shared cache: %s is not supported yet", self._unsupported.reason
@@ -181,8 +179,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             memory, rank=self._facts.rank, by_block=self._geometry.by_block, connect=self._node_worker
         )
         # What the scheduler side will say, unless ranks differ: the pool is mapped before the first load.
-        with contextlib.suppress(KvferryError):
-            self._worker.connect(self._assign([self._facts] * self._ranks))
+        if self._opening is not None:
+            with contextlib.suppress(KvferryError):
+                self._worker.connect(self._opening.assignment(self._facts))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What the scheduler side must know of this worker's memory."""
@@ -269,39 +268,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._begin(said)
 
     def _begin(self, said: Sequence[object]) -> None:
-        self._introductions.end()
-        if self._unsupported is not None:  # said at the start; workers say the same
-            return
-        try:
-            facts = gathered_facts(said, ranks=self._ranks)
-            assignment = self._assign(facts)
-        except KvferryError as error:
-            _log.warning("kvferry: served without the shared cache: %s", error)
-            return
-        self._start(assignment)
-
-    def _assign(self, facts: Sequence[WorkerFacts]) -> Assignment:
-        return assign(self._vllm_config, self._settings, key=self._key, facts=facts, chunks=self._geometry)
-
-    def _start(self, assignment: Assignment) -> None:
-        self._adapters, self._items = AdapterDigests(), ItemDigests()
-        namespace = assignment.namespace
-        self._scheduler = open_scheduler(
-            assignment,
-            geometry=self._geometry,
-            settings=self._settings,
-            admission=Admission(
-                key=self._key,
-                namespace=namespace.namespace,
-                chunk_tokens=namespace.chunk_tokens,
-                adapters=self._adapters,
-                items=self._items,
-                role=self._role_in_split,
-            ),
-            client=self._node_asker(assignment),
-            pins=self._pins,
-            steps_in_flight=int(self._vllm_config.max_concurrent_batches),
-        )
+        if self._opening is not None:  # else it was said at the start; workers say the same
+            self._scheduler = self._opening.scheduler(said, ask=self._node_asker, pins=self._pins)
 
     @guarded(lambda self, pool: None)
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
@@ -312,7 +280,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How much more of the prompt can be loaded; (None, False) while the node has not answered."""
         if self._scheduler is None:
-            waits = self._unsupported is None and self._introductions.pending(now=time.monotonic())
+            waits = self._opening is not None and self._opening.pending(now=time.monotonic())
             return (None if waits else 0), False
         return self._scheduler.matched_tokens(request, num_computed_tokens)
 
@@ -366,8 +334,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """What the workers finished."""
         report = connector_output.kv_connector_worker_meta
         if self._scheduler is None:
-            if isinstance(report, WorkerReport) and (facts := self._introductions.hear(report.facts)):
-                self._begin(facts)
+            facts = report.facts if isinstance(report, WorkerReport) else ()
+            if self._opening is not None and (said := self._opening.hear(facts)):
+                self._begin(said)
             return
         if isinstance(report, WorkerReport):
             self._scheduler.absorb(report)
@@ -433,7 +402,5 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._scheduler is not None:
             self._scheduler.close()
             self._scheduler = None
-        for digests in (self._adapters, self._items):
-            if digests is not None:
-                digests.close()
-        self._adapters = self._items = None
+        if self._opening is not None:
+            self._opening.close()

@@ -1,47 +1,25 @@
-"""The scheduler side: asks the node, plans loads and saves, keeps the engine's books.
-
-Never blocks: only a step of an engine that runs nothing stands still for an answer, for some milliseconds.
-"""
+"""The scheduler side: follows every request, plans loads and saves, keeps the engine's books."""
 
 import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvferry.client.messages import LookupAnswer, LookupRequest, Reason, Report
-from kvferry.engines.planning import (
-    ChunkGeometry,
-    Eligibility,
-    LoadPlan,
-    plan_load,
-    plan_lookup,
-    tokens_by_tier,
-)
-from kvferry.engines.vllm.asker import Asker, Patience
+from kvferry.client.messages import LookupAnswer, Reason, Report
+from kvferry.engines.planning import ChunkGeometry, Eligibility, LoadPlan, tokens_by_tier
+from kvferry.engines.vllm.asker import Asker
 from kvferry.engines.vllm.counters import Counts, failure
 from kvferry.engines.vllm.foreign import ForeignLoads
 from kvferry.engines.vllm.loading import load_spec
-from kvferry.engines.vllm.messages import (
-    Assignment,
-    LoadSpec,
-    StepPlan,
-    WorkerReport,
-)
+from kvferry.engines.vllm.lookups import Lookups
+from kvferry.engines.vllm.messages import Assignment, LoadSpec, StepPlan, WorkerReport
 from kvferry.engines.vllm.pins import Pins
 from kvferry.engines.vllm.prefill import PrefillWatch
 from kvferry.engines.vllm.requests import Admission, Phase, Tracked, rest_s
 from kvferry.engines.vllm.savebook import SaveBook
 from kvferry.engines.vllm.saving import SavePlanner
-from kvferry.errors import RefusedError
 
-ANSWER_MAX_AGE_S = 10.0  # below the node's lease on a load: an older answer is asked for anew
-LOOKUP_MAX_S = 1.0  # behind the client's own, shorter bound
-MAX_QUEUED_COUNTED = 64
-# Prompts are named in the scheduler's thread, at some 20 ns per token. vLLM asks for every waiting request in
-# one go, so a burst would hold a step up; what is over is asked for with the next steps.
-MAX_NAMED_TOKENS_PER_STEP = 1 << 17
 GENERATION_BYTES = 16
-_MISSES = (Reason.COMPLETE, Reason.ABSENT, Reason.EVICTED)
 
 
 class SchedulerSide:
@@ -68,22 +46,29 @@ class SchedulerSide:
         self._geometry = geometry
         self._admission = admission
         self._client = client
-        self._patience = Patience()
         self._saves = SaveBook(pins, groups=len(geometry.groups), counted=geometry.counted_group)
         self._saving = SavePlanner(geometry, admission, self._saves)
         self._foreign = ForeignLoads(steps_in_flight=steps_in_flight)
         self._prefill = prefill
-        self._deadline_cap_s = deadline_cap_s
         self._clock = clock
         self._tracked: dict[str, Tracked] = {}
+        self._lookups = Lookups(
+            geometry=geometry,
+            client=client,
+            requests=self._tracked,
+            saves=self._saves,
+            prefill=prefill,
+            counts=self.counts,
+            deadline_cap_s=deadline_cap_s,
+            clock=clock,
+        )
         self._loads: list[LoadSpec] = []
         self._cancelled: list[str] = []
         self._step = 0
-        self._named_tokens = 0
         self._epoch = 0
         self._weights = 0
 
-    # -- lookups -----------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond ``local_tokens`` that can be loaded; (None, False): not known yet."""
@@ -97,32 +82,7 @@ class SchedulerSide:
         tracked.reopen_after_preemption()
         if tracked.eligibility is not Eligibility.YES or not tracked.reads or tracked.phase is Phase.SETTLED:
             return 0, False
-        if tracked.phase is Phase.ANSWERED and not self._still_usable(tracked, local_tokens, now):
-            self._drop_answer(tracked)
-            tracked.phase = Phase.NEW
-        if tracked.phase is Phase.NEW:
-            if self._named_tokens >= MAX_NAMED_TOKENS_PER_STEP:
-                return None, False
-            if not self._ask(tracked, local_tokens, now):
-                return 0, False
-        if tracked.phase is Phase.ASKED:
-            self._take_answer(tracked, now)
-        return self._offer(tracked, local_tokens)
-
-    def _offer(self, tracked: Tracked, local_tokens: int) -> tuple[int | None, bool]:
-        """What the request's state says to vLLM."""
-        if tracked.phase is not Phase.ANSWERED:
-            return (None if tracked.phase is Phase.ASKED else 0), False
-        answer = tracked.answer
-        load = answer and plan_load(
-            self._geometry, first_chunk=answer.first_chunk, count=answer.count, local_tokens=local_tokens
-        )
-        if not load:
-            self._drop_answer(tracked)
-            tracked.settle("in the engine itself")
-            return 0, False
-        tracked.load = load
-        return load.external_tokens, True
+        return self._lookups.matched_tokens(tracked, local_tokens, now=now)
 
     def _track(self, request: Any, now: float) -> Tracked:
         tracked = self._tracked.get(request.request_id)
@@ -133,117 +93,10 @@ class SchedulerSide:
                 self.counts.add("ineligible")
         return tracked
 
-    def _still_usable(self, tracked: Tracked, local_tokens: int, now: float) -> bool:
-        """An answer kept while vLLM had no room. It may be too old, or no longer connect.
-
-        Half of its deadline must be left: an answer that waited longer is asked for anew, not failed.
-        """
-        answer = tracked.answer
-        return (
-            answer is not None
-            and now - tracked.answered_at < min(ANSWER_MAX_AGE_S, answer.deadline_s / 2)
-            and local_tokens // self._geometry.chunk_tokens >= answer.first_chunk
-        )
-
-    def _ask(self, tracked: Tracked, local_tokens: int, now: float) -> bool:
-        request = tracked.request
-        tracked.story.engine_tokens = local_tokens
-        plan = plan_lookup(self._geometry, prompt_tokens=request.num_tokens, local_tokens=local_tokens)
-        if plan is None:
-            tracked.settle("in the engine itself" if local_tokens else "shorter than a chunk")
-            return False
-        self._named_tokens += plan.chunks * self._geometry.chunk_tokens
-        try:
-            digests = tracked.digests(plan.chunks, chunk_tokens=self._geometry.chunk_tokens)
-        except RefusedError:
-            tracked.eligibility = Eligibility.TOKENS
-            self.counts.add("ineligible")
-            return False
-        self._client.lookup(
-            LookupRequest(
-                request_id=tracked.request_id,
-                chunks=digests,
-                first_chunk=plan.first_chunk,
-                prompt_tokens=request.num_tokens,
-                prefill=self._prefill.prefill(now=now),
-                queued_s=self._queued_s(tracked),
-                deadline_cap_s=self._deadline_cap_s,
-            )
-        )
-        self.counts.add("lookups")
-        tracked.phase, tracked.asked_at = Phase.ASKED, now
-        return True
-
-    def _queued_s(self, asking: Tracked) -> float:
-        """Prefill seconds of the requests that wait besides this one, from the latest back."""
-        total, counted = 0.0, 0
-        for tracked in reversed(self._tracked.values()):
-            if tracked is asking or tracked.scheduled or tracked.finished or tracked.phase is Phase.LOADING:
-                continue
-            total += self._prefill.seconds(tracked.request.num_tokens - tracked.story.engine_tokens)
-            counted += 1
-            if counted == MAX_QUEUED_COUNTED:
-                break
-        return total
-
-    def _take_answer(self, tracked: Tracked, now: float) -> None:
-        """If there is an answer by now, the request is answered, or settled when it has no chunks."""
-        if self._patience.spent or self._runs_something():
-            answer = self._client.poll(tracked.request_id)
-        else:
-            answer = self._patience.poll(self._client, tracked.request_id)
-            now = self._clock()
-        if answer is None:
-            if now - tracked.asked_at > LOOKUP_MAX_S:
-                self._client.cancel(tracked.request_id)
-                self._waited(tracked, now, Reason.TIMEOUT)
-                self.counts.add("unanswered")
-                tracked.settle(Reason.TIMEOUT)
-            return
-        self._waited(tracked, now, answer.reason, found=answer.count)
-        self._learn(tracked, answer)
-        if answer.count:
-            self.counts.add("hits")
-            tracked.phase, tracked.answer, tracked.answered_at = Phase.ANSWERED, answer, now
-            tracked.story.reason = answer.reason
-            return
-        if answer.reason is Reason.CHEAPER:
-            self.counts.add("cheaper")
-        else:
-            self.counts.add("misses" if answer.reason in _MISSES else "unanswered")
-        self._end(answer)
-        tracked.settle(answer.reason)
-
-    def _runs_something(self) -> bool:
-        return any(tracked.scheduled and not tracked.finished for tracked in self._tracked.values())
-
     @property
     def rested_s(self) -> float:
         """Seconds in which an engine that ran nothing waited for answers inside a step."""
-        return self._patience.rested_s
-
-    def _waited(self, tracked: Tracked, now: float, reason: Reason, *, found: int = 0) -> None:
-        """The wait for an answer of so many chunks is over; ``reason`` says why it does not reach further."""
-        tracked.story.lookup_s += now - tracked.asked_at
-        self.counts.add("lookup_seconds", now - tracked.asked_at)
-        if not found:
-            self.counts.add("lookup_lost_seconds", now - tracked.asked_at)
-        if reason not in (*_MISSES, Reason.CHEAPER):
-            self.counts.add(failure(reason))
-
-    def _learn(self, tracked: Tracked, answer: LookupAnswer) -> None:
-        """What the answer says about chunks that were thought to be stored."""
-        if answer.reason in _MISSES and tracked.chain is not None:
-            self._saves.forget(tracked.chain.digests[answer.first_chunk + answer.count :])
-
-    def _drop_answer(self, tracked: Tracked) -> None:
-        if tracked.answer is not None:
-            self._end(tracked.answer)
-            tracked.answer = None
-
-    def _end(self, answer: LookupAnswer) -> None:
-        if answer.load_id:
-            self._client.end(answer.load_id)
+        return self._lookups.rested_s
 
     # -- loads -------------------------------------------------------------------------------------
 
@@ -255,7 +108,7 @@ class SchedulerSide:
         answer, load = tracked.answer, tracked.load
         if not external_tokens:
             if tracked.phase is Phase.ANSWERED:
-                self._drop_answer(tracked)
+                self._lookups.drop(tracked)
                 tracked.settle("not needed")
             return False
         if tracked.phase is not Phase.ANSWERED or answer is None or load is None:
@@ -271,7 +124,7 @@ class SchedulerSide:
                 null_block=self._saves.null_block,
             )
         if spec is None:
-            self._drop_answer(tracked)
+            self._lookups.drop(tracked)
             tracked.settle("the engine asked for something else")
             return False
         tracked.filled = tuple(group.first_chunk for group in spec.groups)
@@ -294,7 +147,7 @@ class SchedulerSide:
         if tracked is None or tracked.phase is not Phase.LOADING:
             return
         answer, load = tracked.answer, tracked.load
-        self._drop_answer(tracked)
+        self._lookups.drop(tracked)
         if answer is not None and load is not None:
             self._account(tracked, answer, load)
         failed = next((r.reason for r in tracked.results if r.reason != Reason.COMPLETE), "")
@@ -328,8 +181,7 @@ class SchedulerSide:
     def plan_step(self, output: Any) -> StepPlan:
         """What the workers do with this step: loads that begin now, saves once its forward has run."""
         self._step += 1
-        self._named_tokens = 0
-        self._patience.renew()
+        self._lookups.renew()
         if self._client.epoch != self._epoch:  # what was stored went with its node
             self._epoch = self._client.epoch
             self._saves.forget_all()
@@ -392,9 +244,7 @@ class SchedulerSide:
         if tracked.phase is Phase.LOADING:
             self._cancelled.append(tracked.request_id)
             return
-        if tracked.phase is Phase.ASKED:
-            self._client.cancel(tracked.request_id)
-        self._drop_answer(tracked)
+        self._lookups.cancel(tracked)
         self._forget(tracked)
 
     def _forget(self, tracked: Tracked) -> None:
@@ -425,10 +275,8 @@ class SchedulerSide:
         self._saves.forget_all()
         for tracked in self._tracked.values():
             tracked.withdraw()
-            if tracked.phase is Phase.ASKED:
-                self._client.cancel(tracked.request_id)
             if tracked.phase is not Phase.LOADING:
-                self._drop_answer(tracked)
+                self._lookups.cancel(tracked)
                 tracked.settle("cache reset")
 
     def close(self) -> None:
