@@ -27,6 +27,13 @@ def parse_count(text: str | int, *, lowest: int, highest: int) -> int:
     return number
 
 
+def parse_whole(value: object, *, lowest: int, highest: int) -> int:
+    """A whole number within bounds, written as one and not as a text. Raises MisconfiguredError."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise MisconfiguredError(f"{value!r} is not a whole number; give one from {lowest} to {highest}")
+    return parse_count(value, lowest=lowest, highest=highest)
+
+
 def parse_text(text: object) -> str:
     """One line of printable text that is not empty. Raises MisconfiguredError."""
     if not isinstance(text, str):

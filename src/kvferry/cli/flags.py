@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 
 from kvferry.config import default_socket_path
+from kvferry.engines.settings import DEFAULT_DOMAIN
 from kvferry.errors import MisconfiguredError
 from kvferry.values import parse_count, parse_domain, parse_group_name, parse_path, parse_socket_path
 
@@ -25,7 +26,6 @@ BACKEND = {
 }
 HICACHE = "--page-size 64 --enable-hierarchical-cache --hicache-mem-layout page_first"
 VALKEY_USER = "kvferry"
-DEFAULT_DOMAIN = "default"
 _ENGINES = ("socket", "deadline_cap_ms", "token_file", "group")
 _ONLY = {  # what some targets alone can be told
     "vllm": (*_ENGINES, "chunk_tokens", "block_size"),

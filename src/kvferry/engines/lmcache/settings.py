@@ -5,19 +5,19 @@ They have the names and meanings of a node's settings; secrets come from files o
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvferry.config import parse_valkey, suggestion
+from kvferry.config import parse_valkey
+from kvferry.engines.settings import DEFAULT_DOMAIN, DOMAIN_PARSERS, Parsers, parse_fields
 from kvferry.errors import MisconfiguredError
 from kvferry.identity.sealing import KeyRing
 from kvferry.secret import Secret, parse_secret, read_secret
 from kvferry.tiers.valkey.url import ValkeyUrl
-from kvferry.values import parse_count, parse_domain, parse_path, parse_text
+from kvferry.values import parse_path, parse_text, parse_whole
 
-DEFAULT_DOMAIN = "default"
 DEFAULT_LOOKUP_MS = 1_000
 DEFAULT_LOAD_MS = 5_000
 DEFAULT_STORE_MS = 30_000
@@ -54,17 +54,11 @@ class AdapterSettings:
 
 
 def _milliseconds(value: Any) -> float:
-    return _whole(value, highest=MAX_MS) / 1000
+    return parse_whole(value, lowest=1, highest=MAX_MS) / 1000
 
 
 def _connections(value: Any) -> int:
-    return _whole(value, highest=MAX_CONNECTIONS)
-
-
-def _whole(value: Any, *, highest: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise MisconfiguredError(f"{value!r} is not a whole number; give one from 1 to {highest}")
-    return parse_count(value, lowest=1, highest=highest)
+    return parse_whole(value, lowest=1, highest=MAX_CONNECTIONS)
 
 
 def _keys(value: Any) -> KeyRing:
@@ -83,9 +77,8 @@ def _serde(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
-_PARSERS: dict[str, tuple[str, Callable[[Any], object]]] = {
-    "domain": ("domain", parse_domain),
-    "domain_key_file": ("domain_key_file", parse_path),
+_PARSERS: Parsers = {
+    **DOMAIN_PARSERS,
     "encryption_key_file": ("encryption_keys", _keys),
     "lookup_deadline_ms": ("lookup_s", _milliseconds),
     "load_deadline_ms": ("load_s", _milliseconds),
@@ -96,33 +89,25 @@ _PARSERS: dict[str, tuple[str, Callable[[Any], object]]] = {
     "weights": ("weights", parse_text),
     "max_capacity_gb": ("capacity_bytes", _capacity),
 }
-KEYS = ("valkey", "valkey_password_file", *_PARSERS)
+_OF_VALKEY = ("valkey", "valkey_password_file")
+KEYS = (*_OF_VALKEY, *_PARSERS)
 
 
 def parse_settings(params: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ) -> AdapterSettings:
     """Raises MisconfiguredError: one line with the key, the value unless it is secret, and what to do."""
-    for key in params:
-        if key not in KEYS:
-            raise MisconfiguredError(f"{_WHERE}: unknown key {key}; {suggestion(str(key), KEYS)}")
+    fields = parse_fields(params, _PARSERS, where=_WHERE, others=_OF_VALKEY)
     url = params.get("valkey")
     if not isinstance(url, str) or not url:
         raise MisconfiguredError(f'{_WHERE}: valkey is missing; write "valkey": "valkey://host:6379"')
-    fields: dict[str, Any] = {
-        "valkey": parse_valkey(url, f"{_WHERE}: valkey", _password(params, environ)),
-    }
-    for key, (field, parse) in _PARSERS.items():
-        if key in params:
-            try:
-                fields[field] = parse(params[key])
-            except MisconfiguredError as error:
-                raise MisconfiguredError(f"{_WHERE}: {key}: {error}") from error
-    return AdapterSettings(**fields)
+    return AdapterSettings(
+        valkey=parse_valkey(url, f"{_WHERE}: valkey", _password(params, environ)), **fields
+    )
 
 
 def _password(params: Mapping[str, Any], environ: Mapping[str, str]) -> Secret | None:
     """Of the file, else of $KVFERRY_VALKEY_PASSWORD."""
     try:
-        if "valkey_password_file" in params:
+        if params.get("valkey_password_file") is not None:
             return read_secret(parse_path(params["valkey_password_file"]))
         text = environ.get("KVFERRY_VALKEY_PASSWORD")
         return parse_secret(text) if text is not None else None

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, StaticCache
 from kvferry.client.messages import NamespaceInfo
 from kvferry.client.store import PrefixStore, StoreStatistics
 from kvferry.config import client_group, client_token, default_socket_path
+from kvferry.engines.settings import DEFAULT_DOMAIN
 from kvferry.engines.transformers import states
 from kvferry.engines.transformers.identity import (
     attention_of,
@@ -34,7 +35,6 @@ from kvferry.identity.domain import DomainKey
 from kvferry.identity.namespace import fingerprint
 from kvferry.local import LocalNode
 
-DEFAULT_DOMAIN = "default"
 LOCAL_WAIT_S = 10.0
 ANSWER_S = 1.0  # a prompt that is computed takes longer than most answers
 
