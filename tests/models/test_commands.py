@@ -1,8 +1,10 @@
 """``kvferry size`` and ``kvferry concurrency`` as people and programs see them."""
 
 import json
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -54,7 +56,8 @@ def test_layers_of_the_document_add_up_to_its_totals(capsys: pytest.CaptureFixtu
     for name in NAMES:
         found = json.loads(shown(capsys, "size", name, "--json"))
         kept = [layer for layer in found["layers"] if layer["span"] == "full"]
-        assert sum(layer["bytes_per_token"] for layer in kept) == found["bytes_per_token_full_layers"]
+        total = sum(layer["bytes_per_entry"] / layer["tokens_per_entry"] for layer in kept)
+        assert total == found["bytes_per_token_full_layers"]
         state = sum(layer["state_bytes"] for layer in found["layers"])
         assert state == found["fixed_state_bytes_per_sequence"]
 
@@ -107,6 +110,26 @@ def test_lengths_can_come_from_a_file(capsys: pytest.CaptureFixture[str], tmp_pa
     argv = ("concurrency", "qwen3-8b", "--gpu", "h100", "--json", "--lengths")
     from_file = json.loads(shown(capsys, *argv, str(file)))["mixed_requests_in_flight"]
     assert from_file == json.loads(shown(capsys, *argv, "4K:2,32K"))["mixed_requests_in_flight"]
+
+
+def test_the_page_shows_what_the_commands_print(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every example of docs/size.md that is not cut."""
+    page = (Path(__file__).parents[2] / "docs" / "size.md").read_text()
+    blocks = [
+        textwrap.dedent(block) for block in re.findall(r"(?:^    .*\n|^\n(?=    ))+", page, re.MULTILINE)
+    ]
+    shells = [shell for block in blocks for shell in re.split(r"^(?=\$ )", block, flags=re.MULTILINE)]
+    compared = 0
+    for shell in shells:
+        command, _, text = shell.partition("\n")
+        if command.startswith("$ kvferry ") and "\n...\n" not in shell:
+            assert shown(capsys, *command.split()[2:]).strip() == text.strip()
+            compared += 1
+        elif command.startswith("$ kvferry "):
+            whole = shown(capsys, *command.split()[2:])
+            assert text.partition("...\n")[2].strip() in whole
+            compared += 1
+    assert compared == 3
 
 
 def test_nothing_heavy_is_imported() -> None:

@@ -97,8 +97,14 @@ def test_the_head_width_of_the_config_counts_not_the_hidden_size() -> None:
     assert read(LLAMA).full_token_bytes == 4 * 2 * 2 * 64 * 2
 
 
+def test_without_a_head_width_the_hidden_size_decides_only_where_it_does_in_the_architecture() -> None:
+    with pytest.raises(MisconfiguredError, match="no head_dim"):
+        read({**LLAMA, "model_type": "qwen3"})
+
+
 def test_the_text_part_of_a_nested_config_is_read() -> None:
-    nested = {"model_type": "qwen3_vl", "text_config": {**LLAMA, "model_type": "qwen3_vl_text"}}
+    text = {**LLAMA, "model_type": "qwen3_vl_text", "head_dim": 64}
+    nested = {"model_type": "qwen3_vl", "text_config": text}
     assert read(nested).full_token_bytes == read(LLAMA).full_token_bytes
     assert (
         read({"model_type": "llava", "text_config": LLAMA}).full_token_bytes == read(LLAMA).full_token_bytes

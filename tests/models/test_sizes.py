@@ -184,6 +184,22 @@ def test_without_the_hybrid_allocator_every_layer_keeps_every_token() -> None:
     assert round(request.gpu_reserved / (1 << 30), 2) == 5.38
 
 
+def test_compressed_attention_keeps_windows_and_an_entry_per_4_or_128_tokens() -> None:
+    """DeepSeek V4 Flash: 43 windows, 21 layers of 4 with an indexer, 20 of 128."""
+    sizing = Sizing(find_model("deepseek-v4-flash"), BF16)
+    tokens = 131_072
+    entries_4, entries_128 = 21 * (1024 + 256) * (tokens // 4), 20 * 1024 * (tokens // 128)
+    assert sizing.request(tokens).kv == 43 * 1024 * 128 + entries_4 + entries_128
+    assert sizing.request(tokens + 3).kv == sizing.request(tokens).kv
+    assert sizing.full_token_bytes == 21 * 320 + 20 * 8
+
+
+def test_a_million_tokens_of_deepseek_are_what_vllm_published() -> None:
+    """vLLM's announcement of DeepSeek V4, 2026-04-24: 83.9 GiB for V3.2 and 9.62 GiB for V4 Pro, in bf16."""
+    for name, gib in (("deepseek-v3.2", 83.9), ("deepseek-v4-pro", 9.62)):
+        assert Sizing(find_model(name), BF16).request(1 << 20).kv / (1 << 30) == pytest.approx(gib, abs=0.05)
+
+
 def test_just_after_a_chunk_ends_only_the_new_one_is_live() -> None:
     sizing = Sizing(find_model("llama-4-scout"), BF16)
     assert sizing.request(8193).kv == 8193 * 49_152 + 147_456

@@ -86,8 +86,9 @@ def document(sizing: Sizing, contexts: list[int]) -> dict[str, Any]:
                 "kind": kind_name(layer),
                 "span": layer.span.value,
                 "span_tokens": layer.span_tokens,
-                "bytes_per_token": token_bytes(layer, sizing.dtype),
-                "bytes_per_token_per_gpu": token_bytes(layer, sizing.dtype, sizing.tensor),
+                "tokens_per_entry": layer.every,
+                "bytes_per_entry": token_bytes(layer, sizing.dtype),
+                "bytes_per_entry_per_gpu": token_bytes(layer, sizing.dtype, sizing.tensor),
                 "state_bytes": state_bytes(layer),
                 "state_bytes_per_gpu": state_bytes(layer, sizing.tensor),
                 "shares_layer": layer.shares_layer,
@@ -151,7 +152,7 @@ def render_layers(sizing: Sizing) -> str:
         ]
         for index, layer in enumerate(sizing.model.layers)
     ]
-    return table(("layer", "keeps", "per token", "per token and GPU", "state"), rows)
+    return table(("layer", "keeps", "per entry", "per entry and GPU", "state"), rows)
 
 
 def render_list() -> str:

@@ -13,6 +13,15 @@ SPANS = {
     "chunked_attention": Span.CHUNK,
 }
 
+# Architectures whose heads are not as wide as the hidden size suggests: without head_dim, refused.
+FIXED_WIDTH = frozenset(
+    {
+        "gemma", "gemma2", "gemma3n", "gemma3n_text", "glm4_moe", "gpt_oss", "llama4", "llama4_text",
+        "minimax_m2", "ministral3", "nemotron_h", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_text",
+        "qwen3_vl_text", "qwen3_vl_moe_text", "seed_oss",
+    }
+)  # fmt: skip
+
 
 def layer_count(facts: Facts) -> int:
     """``num_hidden_layers``, within bounds."""
@@ -32,6 +41,8 @@ def head_dim(facts: Facts, default: int | None = None) -> int:
             return facts.number(field)
     if default is not None:
         return facts.number("head_dim", default)
+    if facts.model_type in FIXED_WIDTH:
+        facts.need("head_dim")
     facts.need("hidden_size", "num_attention_heads")
     hidden, heads = facts.number("hidden_size"), facts.number("num_attention_heads")
     if hidden % heads:
@@ -45,7 +56,11 @@ def head_dim(facts: Facts, default: int | None = None) -> int:
 
 def plain_heads(facts: Facts) -> Heads:
     """KV heads of one width, as most models have. Every missing field is named at once."""
-    widths = () if facts.has("head_dim") else ("hidden_size", "num_attention_heads")
+    widths: tuple[str, ...] = ("hidden_size", "num_attention_heads")
+    if facts.model_type in FIXED_WIDTH:
+        widths = ("head_dim",)
+    if facts.has("head_dim"):
+        widths = ()
     if facts.has("attention_head_dim"):
         widths = ()
     facts.need("num_hidden_layers", "num_key_value_heads", *widths)
@@ -297,6 +312,8 @@ def minimax_m3(facts: Facts) -> tuple[Layer, ...]:
 
     heads = plain_heads(facts)
     sparse = facts.inner("sparse_attention_config")
+    if not sparse.flag("use_sparse_attention", default=True):
+        return (Layer(Span.FULL, heads=heads),) * layer_count(facts)
     sparse.need("sparse_index_dim", "sparse_attention_freq")
     index = Index(sparse.number("sparse_index_dim"), 0)
     marks = sparse.listing("sparse_attention_freq", length=layer_count(facts))

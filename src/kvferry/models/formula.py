@@ -33,6 +33,8 @@ def kind_name(layer: Layer) -> str:
         return "recurrent state" if layer.state.heads else "convolution state"
     if not layer.keeps:
         return "keeps nothing"
+    if layer.every > 1:
+        return f"an entry per {layer.every} tokens" + (", indexer" if layer.index else "")
     attention = "latent attention" if layer.latent else "full attention"
     if layer.span is Span.WINDOW:
         return f"window of {layer.span_tokens:,} tokens"
@@ -63,7 +65,8 @@ def layer_formula(layer: Layer, dtype: KvDtype) -> str:
         if state.heads:
             terms.append(f"{state.heads} heads x {state.rows} x {state.columns} x {state.recurrent_bytes} B")
     total = token_bytes(layer, dtype) or state_bytes(layer)
-    return f"{' + '.join(terms)} = {total:,} B per {'sequence' if state else 'token'}"
+    what = "sequence" if state else "token" if layer.every == 1 else "entry"
+    return f"{' + '.join(terms)} = {total:,} B per {what}"
 
 
 def _bytes(dtype: KvDtype) -> str:
@@ -88,8 +91,9 @@ def explain(sizing: Sizing, tokens: int) -> list[str]:
         each = token_bytes(kind.layer, sizing.dtype)
         if each:
             live = live_tokens(kind.layer, tokens)
+            what = "live" if kind.layer.every == 1 else "entries"
             lines.append(
-                f"  {count} x {each:,} B x {live:,} live of {tokens:,} tokens = {count * each * live:,} B"
+                f"  {count} x {each:,} B x {live:,} {what} of {tokens:,} tokens = {count * each * live:,} B"
             )
             sums.append(count * each * live)
         else:

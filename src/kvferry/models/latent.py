@@ -5,6 +5,7 @@ from kvferry.models.facts import Facts
 from kvferry.models.layers import Index, Latent, Layer, Span
 
 INDEX_SCALE_GROUP = 128
+INDEXED_RATIO = 4
 
 
 def latent(facts: Facts) -> tuple[Layer, ...]:
@@ -12,6 +13,10 @@ def latent(facts: Facts) -> tuple[Layer, ...]:
     facts.need("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim")
     count = layer_count(facts)
     kept = Latent(facts.number("kv_lora_rank"), facts.number("qk_rope_head_dim", lowest=0))
+    if not facts.flag("use_mla", default=True):
+        raise facts.refuse(
+            "use_mla is false: this checkpoint's attention is not latent, which is not known here"
+        )
     if facts.has("compress_ratios"):
         raise facts.refuse(
             "compress_ratios means compressed attention, which is not known for this model_type"
@@ -20,6 +25,34 @@ def latent(facts: Facts) -> tuple[Layer, ...]:
     index = Index(facts.number("index_head_dim"), INDEX_SCALE_GROUP) if any(indexed) else None
     note_drafts(facts)
     return tuple(Layer(Span.FULL, latent=kept, index=index if has else None) for has in indexed)
+
+
+def compressed(facts: Facts) -> tuple[Layer, ...]:
+    """DeepSeek V4: every layer has a window; most keep an entry per 4 or 128 tokens beside it.
+
+    Those of 4 are found by an indexer, whose keys are compressed alike. A layer with both is two entries here.
+    """
+    facts.need("num_hidden_layers", "head_dim", "qk_rope_head_dim", "sliding_window", "compress_ratios")
+    count = layer_count(facts)
+    ratios = facts.listing("compress_ratios")
+    if len(ratios) < count or not all(isinstance(ratio, int) and ratio >= 0 for ratio in ratios):
+        raise facts.refuse(
+            f"compress_ratios has {len(ratios)} entries: a whole number for each layer is needed"
+        )
+    rope = facts.number("qk_rope_head_dim")
+    kept = Latent(facts.number("head_dim") - rope, rope)
+    window = Layer(Span.WINDOW, facts.number("sliding_window"), latent=kept)
+    layers = []
+    for ratio in ratios[:count]:
+        layers.append(window)
+        if ratio > 1:
+            index = (
+                Index(facts.number("index_head_dim"), INDEX_SCALE_GROUP) if ratio == INDEXED_RATIO else None
+            )
+            layers.append(Layer(Span.FULL, latent=kept, index=index, every=ratio))
+    facts.note("a window and compressed entries of one layer are two entries here; reserved is a lower bound")
+    note_drafts(facts)
+    return tuple(layers)
 
 
 def twice(facts: Facts) -> tuple[Layer, ...]:

@@ -76,6 +76,7 @@ class Layer:
     """One layer of the decoder. What it does not keep is None.
 
     shares_layer: the layer whose KV it reads instead of keeping its own.
+    every: tokens that one kept entry stands for; more than 1 where attention compresses.
     """
 
     span: Span
@@ -85,6 +86,7 @@ class Layer:
     index: Index | None = None
     state: State | None = None
     shares_layer: int | None = None
+    every: int = 1
 
     @property
     def keeps(self) -> bool:

@@ -23,15 +23,16 @@ def _table(groups: Mapping[Reader, str]) -> dict[str, Reader]:
 READERS: dict[str, Reader] = _table(
     {
         attention.full: (
-            "llama cohere olmo olmo2 olmoe granite granitemoe granitemoeshared glm glm4 glm4_moe glm4v_text "
-            "glm4v_moe_text internlm2 internlm3 exaone nemotron seed_oss ernie4_5 ernie4_5_moe "
-            "minimax_m2 stablelm arcee apertus bitnet aquila phi "
-            "qwen3_vl_text qwen3_vl_moe_text minicpm solar_open helium"
+            "llama cohere gemma olmo olmo2 olmoe granite granitemoe granitemoeshared glm glm4 glm4_moe "
+            "glm4v_text glm4v_moe_text internlm2 internlm3 exaone nemotron seed_oss ernie4_5 ernie4_5_moe "
+            "minimax_m2 stablelm arcee apertus bitnet aquila phi qwen3_vl_text qwen3_vl_moe_text minicpm "
+            "solar_open helium"
         ),
         attention.full_own_heads: "gpt_neox baichuan xverse",
         attention.windowed: "mistral mixtral phi3 phimoe starcoder2 ministral3",
         attention.switched: (
-            "qwen2 qwen2_moe qwen3 qwen3_moe qwen2_vl_text qwen2_5_vl_text qwen2_vl qwen2_5_vl mimo dots1"
+            "qwen2 qwen2_moe qwen3 qwen3_moe qwen2_5_omni_text qwen3_omni_moe_text smollm3 "
+            "qwen2_vl_text qwen2_5_vl_text qwen2_vl qwen2_5_vl mimo dots1"
         ),
         attention.listed: "step3p5 step3p7 afmoe exaone4 exaone_moe ministral granite_swa cohere2_moe",
         attention.gemma2: "gemma2 vaultgemma",
@@ -45,12 +46,12 @@ READERS: dict[str, Reader] = _table(
         attention.mimo_v2: "mimo_v2_flash mimo_v2",
         attention.block_configs: "nemotron-nas deci",
         attention.hunyuan: "hunyuan hunyuan_v1_dense hunyuan_v1_moe",
-        attention.minimax_m3: "minimax_m3",
+        attention.minimax_m3: "minimax_m3 minimax_m3_vl",
         latent.latent: (
-            "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm_moe_dsa glm4_moe_lite mistral4 pangu_ultra_moe "
-            "axk1"
+            "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm_moe_dsa glm4_moe_lite pangu_ultra_moe axk1"
         ),
         latent.twice: "longcat_flash",
+        latent.compressed: "deepseek_v4",
         recurrent.gated_delta: "qwen3_next qwen3_5_text qwen3_5_moe_text qwen3_5 qwen3_5_moe",
         recurrent.nemotron_h: "nemotron_h",
         recurrent.granite_hybrid: "granitemoehybrid",

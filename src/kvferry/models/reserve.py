@@ -44,6 +44,8 @@ def reserved_bytes(pages: tuple[tuple[Layer, int, int], ...], tokens: int, rules
 
     pages: the layers that keep anything, each with its bytes per token and of state on this rank.
     """
+    if any(layer.every > 1 for layer, _, _ in pages):
+        return sum(_compressed(layer, nbytes, tokens, rules) for layer, nbytes, _ in pages)
     kinds = Counter((layer.span, layer.span_tokens, nbytes, state) for layer, nbytes, state in pages)
     if not kinds:
         return 0
@@ -59,6 +61,17 @@ def reserved_bytes(pages: tuple[tuple[Layer, int, int], ...], tokens: int, rules
     for kind, layers in kinds.items():
         total += _blocks(layers, size) * size * page * _kind_blocks(kind, tokens, page, block, rules)
     return total
+
+
+def _compressed(layer: Layer, nbytes: int, tokens: int, rules: EngineRules) -> int:
+    """Whole blocks of a compressing layer or of the window beside it, each of its own page: a lower bound.
+
+    Engines add the compressor's own state and align pages, which is not counted.
+    """
+    kept = tokens
+    if layer.span is Span.WINDOW and rules.allocator is Allocator.GROUPED:
+        kept = min(tokens, layer.span_tokens - 1 + rules.batched_tokens + rules.block_tokens)
+    return _blocks(kept, rules.block_tokens * layer.every) * rules.block_tokens * nbytes
 
 
 def block_tokens(kinds: Counter[_Kind], rules: EngineRules, *, latent: bool) -> int:

@@ -6,7 +6,9 @@ ranks), and pipeline stages hold their own layers. A *replica* is all GPUs of on
 """
 
 import itertools
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
 from kvferry.errors import MisconfiguredError
@@ -49,7 +51,7 @@ def rank_heads(kv_heads: int, tensor: int) -> int:
 
 
 def token_bytes(layer: Layer, dtype: KvDtype, tensor: int = 1) -> int:
-    """What one rank keeps in ``layer`` for each token of its span."""
+    """What one rank keeps in ``layer`` for each entry of its span: for a token, unless it compresses."""
     total = 0
     if layer.heads is not None:
         total += rank_heads(layer.heads.kv_heads, tensor) * dtype.head_bytes(layer.heads)
@@ -88,12 +90,12 @@ def _share(count: int, tensor: int, what: str) -> int:
 
 
 def live_tokens(layer: Layer, tokens: int) -> int:
-    """Of ``tokens``, how many a next token can still attend to in ``layer``."""
+    """Of ``tokens``, how many a next token can still attend to in ``layer``; of compressed ones, entries."""
     if layer.span is Span.WINDOW:
         return min(tokens, layer.span_tokens)
     if layer.span is Span.CHUNK and tokens:
         return (tokens - 1) % layer.span_tokens + 1
-    return tokens if layer.span is Span.FULL else 0
+    return tokens // layer.every if layer.span is Span.FULL else 0
 
 
 def peak_tokens(layer: Layer, tokens: int) -> int:
@@ -141,7 +143,10 @@ class Sizing:
 
     @cached_property
     def full_token_bytes(self) -> int:
-        """Bytes that each token adds for good, one copy: of layers that keep all."""
+        """Bytes that each token adds for good, one copy: of layers that keep all.
+
+        Rounded up where compressed entries do not come to whole bytes a token.
+        """
         return self._token_bytes(Span.FULL)
 
     @cached_property
@@ -150,7 +155,8 @@ class Sizing:
         return self._token_bytes(Span.WINDOW) + self._token_bytes(Span.CHUNK)
 
     def _token_bytes(self, span: Span) -> int:
-        return sum(token_bytes(layer, self.dtype) for layer in self.model.layers if layer.span is span)
+        layers = [layer for layer in self.model.layers if layer.span is span]
+        return math.ceil(sum(Fraction(token_bytes(layer, self.dtype), layer.every) for layer in layers))
 
     @cached_property
     def state_bytes(self) -> int:
