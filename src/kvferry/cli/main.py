@@ -41,8 +41,7 @@ VERBS = {
 }
 EPILOG = """\
 Start with `kvferry node --pool 16GiB --valkey valkey://host:6379` on each inference host, then paste what
-`kvferry flags vllm` prints into `vllm serve`. `kvferry VERB --help` tells more. Settings are flags,
-KVFERRY_* in the environment or a TOML file (KVFERRY_CONFIG); docs/settings.md lists them."""
+`kvferry flags vllm` prints into `vllm serve`. `kvferry VERB --help` tells more; docs/settings.md has the settings."""
 
 
 class Verb(Protocol):
@@ -63,6 +62,7 @@ def _overview() -> Parser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="kvferry VERB [options]",
+        add_help=False,  # ``_dispatch`` sees to it, and every line counts
     )
     parser.add_argument("--version", action="version", version=f"kvferry {__version__}")
     verbs = parser.add_argument_group("verbs")

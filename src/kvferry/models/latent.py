@@ -30,7 +30,7 @@ def latent(facts: Facts) -> tuple[Layer, ...]:
 def compressed(facts: Facts) -> tuple[Layer, ...]:
     """DeepSeek V4: every layer has a window; most keep an entry per 4 or 128 tokens beside it.
 
-    Those of 4 are found by an indexer, whose keys are compressed alike. A layer with both is two entries here.
+    Those of 4 are found by an indexer, whose keys are compressed alike. Such a layer is two entries here.
     """
     facts.need("num_hidden_layers", "head_dim", "qk_rope_head_dim", "sliding_window", "compress_ratios")
     count = layer_count(facts)
