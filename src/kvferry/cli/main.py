@@ -41,7 +41,7 @@ VERBS = {
 }
 EPILOG = """\
 Start with `kvferry node --pool 16GiB --valkey valkey://host:6379` on each inference host, then paste what
-`kvferry flags vllm` prints into `vllm serve`. `kvferry VERB --help` tells more; docs/settings.md has the settings."""
+`kvferry flags vllm` prints into `vllm serve`. `kvferry VERB --help` tells more, docs/settings.md too."""
 
 
 class Verb(Protocol):
