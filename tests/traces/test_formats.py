@@ -179,7 +179,7 @@ def test_a_vllm_log_gives_prompts_where_it_has_them(tmp_path: Path) -> None:
             tmp_path / "a",
             stem + "vLLM API server version 0.32.0",
             stem
-            + f"Received request a: prompt: 'it\\'s', params: SamplingParams(n=1), prompt_token_ids: {ids}, x",
+            + f"Received request a: prompt: 'it\\'s', params: SamplingParams(), prompt_token_ids: {ids}, x",
             stem + f"Request b details: prompt: '{'w' * 512}', prompt_token_ids: None, x",
             stem + "Received request c: params: SamplingParams(n=1), lora_request: None.",
         )

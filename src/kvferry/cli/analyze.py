@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvferry.cli.table import compact, count, duration, labelled, share, table
+from kvferry.cli.table import compact, count, duration, labelled, table
 from kvferry.config import format_size, parse_size
 from kvferry.errors import MisconfiguredError
 from kvferry.traces import findings
-from kvferry.traces.formats import MAX_BLOCK_TOKENS
+from kvferry.traces.formats import MAX_BLOCK_TOKENS, Clock
 from kvferry.traces.policies import Policy
 from kvferry.traces.reuse import ReuseLog
 from kvferry.traces.source import Malformed, TraceFile
@@ -72,6 +72,7 @@ def main(args: argparse.Namespace) -> int:
             log,
             capacities=_capacities(args.capacities, log, per_token),
             policies=list(Policy),
+            clock=_clock(sources),
         ),
     }
     print(json.dumps(found, indent=2) if args.json else render(found))
@@ -97,6 +98,12 @@ def _block_tokens(sources: list[TraceFile]) -> int:
             "analyse them one by one"
         )
     return sizes.pop()
+
+
+def _clock(sources: list[TraceFile]) -> Clock:
+    """Files that each count from their own start have no common time."""
+    clocks = {source.reader.clock for source in sources}
+    return Clock.TRACE if clocks == {Clock.TRACE} else Clock.SESSION
 
 
 def _capacities(text: str | None, log: ReuseLog, per_token: int | None) -> list[int]:
@@ -146,19 +153,68 @@ def render(found: dict[str, Any]) -> str:
         return "\n".join(lines)
     lines.append(labelled("distinct", _distinct(reuse, found)))
     lines.append(labelled("reusable", _reusable(reuse["hit_rate"])))
+    lines += _people(reuse)
+    per_token = found["kv_bytes_per_token"]
     if reuse["by_capacity"]:
-        lines += [
-            "",
-            "Share of input tokens hit, last half of the requests (the first half fills the cache):",
-        ]
-        lines.append(_by_capacity(reuse["by_capacity"], found["kv_bytes_per_token"]))
+        lines += ["", "Input tokens hit over the last half of the requests (the first half fills the cache):"]
+        lines.append(_by_capacity(reuse["by_capacity"], reuse["hit_rate"]["last_half"], per_token))
     if reuse["gaps"]:
         lines += ["", "How long a prefix must be kept: reused tokens whose last use is at most so long ago"]
         gaps = reuse["gaps"]["within"]
-        lines.append(
-            table([duration(gap["gap_s"]) for gap in gaps], [[_percent(gap["share"]) for gap in gaps]])
-        )
+        head = [duration(gap["gap_s"]) for gap in gaps]
+        lines.append(table(head, [[_percent(gap["share"]) for gap in gaps]]))
+    lines += ["", "Working set over the trace; hits are those of a cache that never forgets:"]
+    lines.append(_slices(reuse["slices"], reuse["over"], per_token))
     return "\n".join(lines)
+
+
+def _people(reuse: dict[str, Any]) -> list[str]:
+    talks, sessions = reuse["conversations"], reuse["sessions"]
+    lines = []
+    if talks["growth_tokens"]:
+        turns, growth = talks["turns"], talks["growth_tokens"]
+        lines.append(
+            labelled(
+                "turns",
+                f"{count(talks['number'])} conversations, as prompts continue each other; turns p50 "
+                f"{count(turns['p50'])}, p99 {count(turns['p99'])}, most {count(turns['max'])}; a turn adds "
+                f"p50 {count(growth['p50'])}, p99 {count(growth['p99'])} input tokens",
+            )
+        )
+    for name, kind in (("conversation", talks), ("session", sessions)):
+        if kind is not None and (total := sum(kind["sharing"].values())):
+            own = kind["sharing"]["own_tokens"]
+            lines.append(
+                labelled(
+                    "sharing",
+                    f"{_percent(own / total)} of reusable tokens are of the same {name}, "
+                    f"{_percent(1 - own / total)} only of others",
+                )
+            )
+    return lines
+
+
+def _slices(rows: list[dict[str, Any]], over: str, per_token: int | None) -> str:
+    def held(tokens: int) -> str:
+        return format_size(tokens * per_token) if per_token else compact(tokens)
+
+    unit = "KV" if per_token else "TOKENS"
+    start = "FROM" if over == "time" else "REQUEST"
+    head = [start, "REQUESTS", "INPUT", f"IN USE, {unit}", f"NEW, {unit}", "HIT"]
+    return table(
+        head,
+        [
+            [
+                duration(row["start"]) if over == "time" else count(row["start"]),
+                count(row["requests"]),
+                compact(row["input_tokens"]),
+                held(row["touched_tokens"]),
+                held(row["new_tokens"]),
+                _percent(row["hit_tokens"] / row["input_tokens"] if row["input_tokens"] else None),
+            ]
+            for row in rows
+        ],
+    )
 
 
 def _file(source: dict[str, Any]) -> str:
@@ -185,7 +241,13 @@ def _requests(traffic: dict[str, Any]) -> str:
     if traffic["span_s"]:
         rate = traffic["requests"] / traffic["span_s"]
         text += f" in {duration(traffic['span_s'])}, {rate:.2g} a second on average"
-    return text + (f", of {count(traffic['sessions'])} sessions" if traffic["sessions"] else "")
+    if traffic["sessions"]:
+        text += f", of {count(traffic['sessions'])} sessions"
+    if traffic["times_going_back"]:
+        text += (
+            f"; {count(traffic['times_going_back'])} are timed before the one before: the file's order holds"
+        )
+    return text
 
 
 def _distinct(reuse: dict[str, Any], found: dict[str, Any]) -> str:
@@ -205,17 +267,20 @@ def _reusable(rates: dict[str, float | None]) -> str:
     )
 
 
-def _by_capacity(rows: list[dict[str, Any]], per_token: int | None) -> str:
+def _by_capacity(rows: list[dict[str, Any]], most: float, per_token: int | None) -> str:
+    def points(more: float, less: float) -> str:
+        return f"{100 * (more - less):.1f} points"
+
     head = ["TOKENS", *(["KV BYTES"] if per_token else []), *(policy.upper() for policy in Policy)]
-    head.append("LRU OF OPTIMUM")
     return table(
-        head,
+        [*head, "LRU LOSES TO POLICY", "TO CAPACITY"],
         [
             [
                 compact(row["tokens"]),
                 *([format_size(row["tokens"] * per_token)] if per_token else []),
                 *(_percent(row[policy]["last_half"]) for policy in Policy),
-                share(row["lru"]["last_half"] or 0.0, row["optimum"]["last_half"] or 0.0),
+                points(row["optimum"]["last_half"], row["lru"]["last_half"]),
+                points(most, row["optimum"]["last_half"]),
             ]
             for row in rows
         ],

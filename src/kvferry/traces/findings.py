@@ -2,30 +2,58 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
+from kvferry.traces.formats import Clock
+from kvferry.traces.patterns import conversations, sharing, slices, times_ascend
 from kvferry.traces.policies import Policy, hits, last_half, unbounded
 from kvferry.traces.reuse import UNKNOWN, ReuseLog
 
 GAPS_S = (1, 10, 60, 300, 900, 3600, 4 * 3600, 24 * 3600)
-SLICES = 12
+CAPACITIES = 9
 
 
-def document(log: ReuseLog, *, capacities: Sequence[int], policies: Sequence[Policy]) -> dict[str, Any]:
+def document(
+    log: ReuseLog, *, capacities: Sequence[int], policies: Sequence[Policy], clock: Clock
+) -> dict[str, Any]:
     """Everything but where it was read from. capacities: in blocks."""
     identified = sum(blocks != UNKNOWN for blocks in log.blocks)
-    found: dict[str, Any] = {"traffic": _traffic(log), "block_tokens": log.block_tokens}
+    found: dict[str, Any] = {"traffic": _traffic(log, clock), "block_tokens": log.block_tokens}
     if not identified:
         return found | {"reuse": None}
+    by_time = clock is Clock.TRACE and times_ascend(log) and log.time_s[-1] > log.time_s[0]
     return found | {
         "reuse": {
+            "requests_without_content": len(log) - identified,
             "distinct_blocks": log.distinct_blocks,
             "distinct_tokens": log.distinct_blocks * log.block_tokens,
             "hit_rate": _rates(log, *_pair(unbounded(log))),
             "by_capacity": by_capacity(log, capacities=capacities, policies=policies),
             "gaps": gaps(log),
+            **_people(log),
+            "over": "time" if by_time else "requests",
+            "slices": [asdict(part) for part in slices(log, by_time=by_time)],
         }
     }
+
+
+def _people(log: ReuseLog) -> dict[str, Any]:
+    """Conversations as they follow from prompts, and who shares with whom."""
+    talks = conversations(log)
+    found: dict[str, Any] = {
+        "conversations": {
+            "number": talks.conversations,
+            "turns": quantiles(talks.turns),
+            "growth_tokens": quantiles(talks.growth_tokens),
+            "sharing": asdict(sharing(log, talks.of)),
+        },
+        "sessions": None,
+    }
+    if log.sessions:
+        found["sessions"] = {"number": log.sessions, "sharing": asdict(sharing(log, log.session))}
+    return found
 
 
 def by_capacity(
@@ -54,7 +82,7 @@ def gaps(log: ReuseLog) -> dict[str, Any] | None:
             depth += blocks
             tokens = log.tokens(request, depth) - before
             before += tokens
-            gap = log.time_s[request] - log.time_s[previous]
+            gap = abs(log.time_s[request] - log.time_s[previous])
             if math.isnan(gap):
                 continue
             total += tokens
@@ -74,15 +102,17 @@ def gaps(log: ReuseLog) -> dict[str, Any] | None:
 
 
 def default_capacities(log: ReuseLog) -> list[int]:
-    """Powers of two of blocks, from a 512th of what is distinct up to all of it."""
-    distinct = log.distinct_blocks
-    if not distinct:
+    """Powers of two of blocks up to the least at which LRU finds nearly what an unbounded cache does."""
+    powers = [1 << power for power in range(log.distinct_blocks.bit_length() + 1)]
+    if not log.distinct_blocks:
         return []
-    top = (distinct - 1).bit_length()
-    return [1 << power for power in range(max(0, top - 8), top + 1)]
+    enough = 0.999 * unbounded(log).last_half_tokens
+    found = hits(log, Policy.LRU, powers)
+    top = next((place for place, at in enumerate(found) if at.last_half_tokens >= enough), len(powers) - 1)
+    return powers[max(0, top + 1 - CAPACITIES) : top + 1]
 
 
-def _traffic(log: ReuseLog) -> dict[str, Any]:
+def _traffic(log: ReuseLog, clock: Clock) -> dict[str, Any]:
     times = [time for time in log.time_s if not math.isnan(time)]
     tokens = sum(log.input_tokens)
     outputs = [number for number in log.output_tokens if number != UNKNOWN]
@@ -92,13 +122,16 @@ def _traffic(log: ReuseLog) -> dict[str, Any]:
         ratio = sum(given for given, made in paired if made != UNKNOWN) / sum(outputs)
     return {
         "requests": len(log),
-        "span_s": max(times) - min(times) if times else None,
+        "span_s": max(times) - min(times) if times and clock is Clock.TRACE else None,
         "input_tokens": tokens,
         "output_tokens": sum(outputs) if outputs else None,
         "input_to_output": ratio,
         "input_quantiles": quantiles(log.input_tokens),
         "output_quantiles": quantiles(outputs),
         "sessions": log.sessions or None,
+        "times_going_back": sum(later < earlier for earlier, later in pairwise(log.time_s))
+        if clock is Clock.TRACE
+        else None,
     }
 
 

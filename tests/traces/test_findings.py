@@ -1,0 +1,169 @@
+"""What is said of a trace: growth, sharing, working set and gaps, and the command that prints it."""
+
+import json
+import math
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.traces.test_policies import BLOCK_TOKENS, log_of, traces
+
+from kvferry.cli.main import main
+from kvferry.cli.table import COLUMNS
+from kvferry.traces import findings, patterns
+from kvferry.traces.formats import Clock
+from kvferry.traces.policies import Policy, unbounded
+from kvferry.traces.request import Request
+from kvferry.traces.reuse import ReuseLog
+
+
+def timed(*prompts: tuple[float, list[int], str | None]) -> ReuseLog:
+    log = ReuseLog(BLOCK_TOKENS)
+    for time_s, keys, session in prompts:
+        log.add(Request(time_s, len(keys) * BLOCK_TOKENS, 2, array("q", keys).tobytes(), session))
+    return log
+
+
+def test_a_prompt_that_has_all_of_an_earlier_one_continues_it() -> None:
+    log = log_of([[1, 2, 3], [9, 9], [1, 2, 3, 4, 5], [1, 2, 7], [1, 2, 3, 4, 5, 6]])
+    found = patterns.conversations(log)
+    assert list(found.of) == [0, 1, 0, 2, 0]
+    assert list(found.turns) == [3, 1, 1]
+    assert list(found.growth_tokens) == [2 * BLOCK_TOKENS, BLOCK_TOKENS]
+
+
+def test_a_cut_last_block_does_not_hide_that_a_prompt_continues() -> None:
+    found = patterns.conversations(log_of([[1, 2, 30], [1, 2, 31, 4]], short=1))
+    assert found.conversations == 1
+
+
+def test_what_a_session_left_itself_is_not_credited_to_others() -> None:
+    log = timed((0, [1, 2], "a"), (1, [1, 2], "b"), (2, [1, 2, 3], "b"), (3, [1, 2, 3], None))
+    assert patterns.sharing(log, log.session) == patterns.Sharing(2 * BLOCK_TOKENS, 5 * BLOCK_TOKENS)
+
+
+@given(prompts=traces())
+@settings(max_examples=40, deadline=None)
+def test_slices_add_up_to_the_trace(prompts: list[list[int]]) -> None:
+    log = log_of(prompts)
+    parts = patterns.slices(log, by_time=False)
+    assert sum(part.requests for part in parts) == len(log)
+    assert sum(part.input_tokens for part in parts) == sum(log.input_tokens)
+    assert sum(part.new_tokens for part in parts) == log.distinct_blocks * BLOCK_TOKENS
+    assert sum(part.hit_tokens for part in parts) == unbounded(log).tokens
+    for part in parts:
+        assert part.new_tokens <= part.touched_tokens <= part.input_tokens
+
+
+@given(prompts=traces(), data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_slice_is_in_use_of_what_its_prompts_hold(prompts: list[list[int]], data: st.DataObject) -> None:
+    times = sorted(data.draw(st.lists(st.integers(0, 30), min_size=len(prompts), max_size=len(prompts))))
+    log = timed(*((time, keys, None) for time, keys in zip(times, prompts, strict=True)))
+    at = 0
+    for part in patterns.slices(log, by_time=True):
+        used = {
+            tuple(keys[:end]) for keys in prompts[at : at + part.requests] for end in range(1, len(keys) + 1)
+        }
+        assert part.touched_tokens == len(used) * BLOCK_TOKENS
+        at += part.requests
+
+
+def test_gaps_are_those_since_the_last_use_of_each_token() -> None:
+    found = findings.gaps(timed((0, [1, 2], None), (50, [1, 3], None), (60, [1, 2], None)))
+    assert found is not None
+    shares = {row["gap_s"]: row["share"] for row in found["within"]}
+    assert found["longest_s"] == 60
+    assert (shares[1], shares[10], shares[60]) == (0, 1 / 3, 1)
+
+
+def test_a_trace_without_times_has_no_gaps() -> None:
+    assert findings.gaps(log_of([[1], [1]])) is None
+
+
+@given(prompts=traces())
+@settings(max_examples=40, deadline=None)
+def test_the_document_is_json_and_its_rates_are_shares(prompts: list[list[int]]) -> None:
+    log = log_of(prompts)
+    found = findings.document(
+        log, capacities=findings.default_capacities(log), policies=list(Policy), clock=Clock.TRACE
+    )
+    assert json.loads(json.dumps(found, allow_nan=False))
+    for row in found["reuse"]["by_capacity"]:
+        assert all(
+            0 <= row[policy][window] <= 1 for policy in Policy for window in ("whole_trace", "last_half")
+        )
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    lines = []
+    for turn in range(60):
+        ids = [0, 1, *(100 * (turn % 7) + block for block in range(turn // 7 + 1))]
+        record = {
+            "timestamp": turn * 1000,
+            "input_length": 512 * len(ids),
+            "output_length": 30,
+            "hash_ids": ids,
+        }
+        lines.append(json.dumps(record))
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join([*lines, "{broken", ""]))
+    return path
+
+
+@pytest.fixture
+def analyze(trace: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def run(*flags: str) -> str:
+        assert main(["analyze", str(trace), *flags]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_the_tables_fit_and_name_their_windows(analyze: Callable[..., str], trace: Path) -> None:
+    text = analyze("--kv-bytes-per-token", "131072")
+    assert max(len(line) for line in text.splitlines() if str(trace) not in line) <= COLUMNS
+    for words in (
+        "last half of the requests",
+        "from an empty cache",
+        "trace.jsonl:61",
+        "not JSON",
+        "LRU",
+        "KV BYTES",
+    ):
+        assert words in text
+
+
+def test_programs_get_the_same_figures(analyze: Callable[..., str]) -> None:
+    found = json.loads(analyze("--json", "--kv-bytes-per-token", "131072", "--capacities", "1GiB,2GiB"))
+    assert found["malformed"]["lines"] == 1
+    assert found["traffic"]["requests"] == 60
+    assert [row["blocks"] for row in found["reuse"]["by_capacity"]] == [16, 32]
+    assert math.isclose(found["traffic"]["input_to_output"], found["traffic"]["input_tokens"] / 1800)
+
+
+@pytest.mark.parametrize(
+    ("flags", "value", "hint"),
+    [
+        (["--capacities", "1GiB"], "--capacities", "--kv-bytes-per-token"),
+        (["--capacities", "1KiB", "--kv-bytes-per-token", "131072"], "1KiB", "give more"),
+        (["--kv-bytes-per-token", "many"], "'many'", "whole number"),
+        (["--block-tokens", "0"], "0", "1 to"),
+    ],
+)
+def test_a_mistake_is_named_with_a_way_out(
+    trace: Path, capsys: pytest.CaptureFixture[str], flags: list[str], value: str, hint: str
+) -> None:
+    assert main(["analyze", str(trace), *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert value in line
+    assert hint in line
+
+
+def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["analyze", "/nonexistent/trace"]) == 2
+    assert "/nonexistent/trace" in capsys.readouterr().err
