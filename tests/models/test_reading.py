@@ -154,6 +154,30 @@ def test_layers_that_share_kv_name_the_layer_they_read() -> None:
     assert [layer.shares_layer for layer in hunyuan.layers[:4]] == [None, 0, None, 2]
 
 
+def test_sliding_layers_may_have_heads_of_their_own() -> None:
+    other = {"attention_type": "sliding_attention", "num_attention_groups": 4, "head_dim": 32}
+    config = {
+        "model_type": "step3p5",
+        "num_hidden_layers": 2,
+        "num_attention_groups": 8,
+        "head_dim": 128,
+        "sliding_window": 512,
+        "layer_types": ["full_attention", "sliding_attention"],
+    }
+    assert [layer.heads for layer in read({**config, "attention_other_setting": other}).model.layers] == [
+        Heads(8, 128, 128),
+        Heads(4, 32, 32),
+    ]
+    assert {layer.heads for layer in read(config).model.layers} == {Heads(8, 128, 128)}
+
+
+def test_short_convolutions_are_state() -> None:
+    config = {**LLAMA, "model_type": "lfm2", "conv_L_cache": 3, "full_attn_idxs": [1]}
+    sizing = read(config)
+    assert sizing.state_bytes == 3 * 512 * 2 * 2
+    assert sizing.full_token_bytes == 2 * 2 * 64 * 2
+
+
 def test_an_indexer_shared_over_layers_is_counted_where_it_is_kept() -> None:
     model = find_model("glm-5.3")
     assert sum(layer.index is not None for layer in model.layers) == 21

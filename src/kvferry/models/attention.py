@@ -220,6 +220,25 @@ def listed(facts: Facts) -> tuple[Layer, ...]:
     return spread(facts, layer_spans(facts, layer_count(facts), lambda _: Span.FULL), heads)
 
 
+def step(facts: Facts) -> tuple[Layer, ...]:
+    """``layer_types`` says which slide; sliding layers may have heads of their own, in a nested object."""
+    facts.need("num_hidden_layers", "head_dim", "layer_types", "sliding_window")
+    field = "num_key_value_heads" if facts.has("num_key_value_heads") else "num_attention_groups"
+    width = facts.number("head_dim")
+    whole = sliding = Heads(facts.number(field), width, width)
+    if facts.has("attention_other_setting"):
+        other = facts.inner("attention_other_setting")
+        other.need("num_attention_groups", "head_dim")
+        own = other.number("head_dim")
+        sliding = Heads(other.number("num_attention_groups"), own, own)
+    window = facts.number("sliding_window")
+    kinds = layer_spans(facts, layer_count(facts), lambda _: Span.FULL)
+    return tuple(
+        Layer(Span.WINDOW, window, heads=sliding) if span is Span.WINDOW else Layer(Span.FULL, heads=whole)
+        for span in kinds
+    )
+
+
 def olmo3(facts: Facts) -> tuple[Layer, ...]:
     """Every fourth layer keeps all, unless ``layer_types`` says otherwise."""
     heads = plain_heads(facts)

@@ -34,7 +34,8 @@ READERS: dict[str, Reader] = _table(
             "qwen2 qwen2_moe qwen3 qwen3_moe qwen2_5_omni_text qwen3_omni_moe_text smollm3 "
             "qwen2_vl_text qwen2_5_vl_text qwen2_vl qwen2_5_vl mimo dots1"
         ),
-        attention.listed: "step3p5 step3p7 afmoe exaone4 exaone_moe ministral granite_swa cohere2_moe",
+        attention.listed: "afmoe exaone4 exaone_moe ministral granite_swa cohere2_moe",
+        attention.step: "step3p5 step3p7",
         attention.gemma2: "gemma2 vaultgemma",
         attention.gemma3: "gemma3_text gemma3",
         attention.gemma3n: "gemma3n_text gemma3n",
@@ -46,7 +47,7 @@ READERS: dict[str, Reader] = _table(
         attention.mimo_v2: "mimo_v2_flash mimo_v2",
         attention.block_configs: "nemotron-nas deci",
         attention.hunyuan: "hunyuan hunyuan_v1_dense hunyuan_v1_moe",
-        attention.minimax_m3: "minimax_m3 minimax_m3_vl",
+        attention.minimax_m3: "minimax_m3 minimax_m3_vl minimax_m3_vl_text",
         latent.latent: (
             "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm_moe_dsa glm4_moe_lite pangu_ultra_moe axk1"
         ),

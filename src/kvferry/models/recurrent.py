@@ -7,7 +7,6 @@ from kvferry.models.facts import Facts
 from kvferry.models.layers import Heads, Latent, Layer, Span, State
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-_ATTENDING = {"attention", "full_attention", "*"}
 
 
 def state_bytes(facts: Facts, field: str, default: str) -> int:
@@ -105,6 +104,7 @@ def nemotron_h(facts: Facts) -> tuple[Layer, ...]:
         "mlp": nothing,
         "moe": nothing,
     }
+    known |= {"linear_attention": known["mamba"], "full_attention": known["attention"]}
     return by_kind(facts, "hybrid_override_pattern", kinds, known)
 
 
@@ -128,17 +128,23 @@ def granite_hybrid(facts: Facts) -> tuple[Layer, ...]:
         taps=facts.number("mamba_d_conv"),
         nbytes=state_bytes(facts, "mamba_ssm_cache_dtype", "bfloat16"),
     )
-    return by_kind(facts, field, kinds, {"mamba": mamba, "attention": whole, "full_attention": whole})
+    known = {"mamba": mamba, "linear_attention": mamba, "attention": whole, "full_attention": whole}
+    return by_kind(facts, field, kinds, known)
 
 
 def lfm2(facts: Facts) -> tuple[Layer, ...]:
     """Short convolutions beside full attention."""
-    facts.need("num_hidden_layers", "hidden_size", "layer_types", "conv_L_cache")
+    facts.need("num_hidden_layers", "hidden_size", "conv_L_cache")
     whole = Layer(Span.FULL, heads=plain_heads(facts))
     conv = Layer(
         Span.NONE, state=State(facts.number("hidden_size"), facts.number("conv_L_cache") - 1, 0, 0, 0, 0)
     )
-    kinds = facts.listing("layer_types", length=layer_count(facts))
+    count = layer_count(facts)
+    kinds = facts.listing("layer_types", length=count)
+    if not kinds:
+        facts.need("full_attn_idxs")
+        attending = set(facts.listing("full_attn_idxs"))
+        kinds = ["full_attention" if index in attending else "conv" for index in range(count)]
     return by_kind(facts, "layer_types", kinds, {"conv": conv, "full_attention": whole})
 
 
