@@ -77,7 +77,7 @@ def own_heads(facts: Facts) -> Heads:
 
 def layer_spans(facts: Facts, count: int, default: Callable[[int], Span]) -> list[Span]:
     """From ``layer_types``; where the config leaves it out, by the architecture's own rule."""
-    kinds = facts.listing("layer_types", length=count)
+    kinds = facts.words("layer_types", length=count)
     if not kinds:
         return [default(index) for index in range(count)]
     for kind in kinds:
@@ -259,7 +259,7 @@ def llama4(facts: Facts) -> tuple[Layer, ...]:
     if "attention_chunk_size" in facts.fields and not facts.has("attention_chunk_size"):
         return (Layer(Span.FULL, heads=heads),) * count
     facts.need("attention_chunk_size")
-    rotary = facts.listing("no_rope_layers", length=count)
+    rotary = facts.numbers("no_rope_layers", length=count)
     if rotary:
         spans = [Span.CHUNK if has else Span.FULL for has in rotary]
     elif facts.has("layer_types"):
@@ -283,7 +283,7 @@ def mimo_v2(facts: Facts) -> tuple[Layer, ...]:
     window = facts.number("sliding_window")
     return tuple(
         Layer(Span.WINDOW, window, heads=sliding) if slides else Layer(Span.FULL, heads=whole)
-        for slides in facts.listing("hybrid_layer_pattern", length=layer_count(facts))
+        for slides in facts.numbers("hybrid_layer_pattern", length=layer_count(facts))
     )
 
 
@@ -335,5 +335,5 @@ def minimax_m3(facts: Facts) -> tuple[Layer, ...]:
         return (Layer(Span.FULL, heads=heads),) * layer_count(facts)
     sparse.need("sparse_index_dim", "sparse_attention_freq")
     index = Index(sparse.number("sparse_index_dim"), 0)
-    marks = sparse.listing("sparse_attention_freq", length=layer_count(facts))
+    marks = sparse.numbers("sparse_attention_freq", length=layer_count(facts))
     return tuple(Layer(Span.FULL, heads=heads, index=index if mark else None) for mark in marks)

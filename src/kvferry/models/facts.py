@@ -84,11 +84,25 @@ class Facts:
             return ()
         if not isinstance(value, list) or len(value) > MAX_LAYERS:
             raise self.refuse(f"{field} is no list of at most {MAX_LAYERS} entries")
-        if length is not None and value and len(value) != length:
+        if length is not None and len(value) != length and value:
             raise self.refuse(
                 f"{field} has {len(value)} entries for {length} layers: one of the two is wrong"
             )
         self.used[field] = value
+        return value
+
+    def words(self, field: str, *, length: int | None = None) -> Sequence[str]:
+        """A list of texts; empty where it is left out."""
+        value = self.listing(field, length=length)
+        if not all(isinstance(entry, str) for entry in value):
+            raise self.refuse(f"{field} has an entry that is no text")
+        return value
+
+    def numbers(self, field: str, *, length: int | None = None) -> Sequence[int]:
+        """A list of whole numbers from 0; empty where it is left out."""
+        value = self.listing(field, length=length)
+        if not all(isinstance(entry, int) and 0 <= entry <= MAX_DIM for entry in value):
+            raise self.refuse(f"{field} has an entry that is no whole number from 0")
         return value
 
     def inner(self, field: str) -> "Facts":

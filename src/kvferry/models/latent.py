@@ -34,8 +34,8 @@ def compressed(facts: Facts) -> tuple[Layer, ...]:
     """
     facts.need("num_hidden_layers", "head_dim", "qk_rope_head_dim", "sliding_window", "compress_ratios")
     count = layer_count(facts)
-    ratios = facts.listing("compress_ratios")
-    if len(ratios) < count or not all(isinstance(ratio, int) and ratio >= 0 for ratio in ratios):
+    ratios = facts.numbers("compress_ratios")
+    if len(ratios) < count:
         raise facts.refuse(
             f"compress_ratios has {len(ratios)} entries: a whole number for each layer is needed"
         )
@@ -68,7 +68,7 @@ def index_layers(facts: Facts, count: int) -> list[bool]:
     """Which layers keep an indexer's key of their own: all, unless the config lets some share it."""
     if not facts.has("index_head_dim"):
         return [False] * count
-    kinds = facts.listing("indexer_types", length=count)
+    kinds = facts.words("indexer_types", length=count)
     if kinds:
         for kind in kinds:
             if kind not in ("full", "shared"):

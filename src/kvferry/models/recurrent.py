@@ -27,7 +27,7 @@ def gated_delta(facts: Facts) -> tuple[Layer, ...]:
         "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
     )  # fmt: skip
     count = layer_count(facts)
-    kinds = facts.listing("layer_types", length=count)
+    kinds = facts.words("layer_types", length=count)
     if not kinds:
         facts.need("full_attention_interval")
         period = facts.number("full_attention_interval")
@@ -73,7 +73,7 @@ def nemotron_h(facts: Facts) -> tuple[Layer, ...]:
     """Mamba-2, attention and feed-forward layers in the order of a pattern or a list."""
     words = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
     pattern = facts.choice("hybrid_override_pattern")
-    kinds = [words.get(mark, mark) for mark in pattern] or list(facts.listing("layers_block_type"))
+    kinds = [words.get(mark, mark) for mark in pattern] or list(facts.words("layers_block_type"))
     if not kinds:
         facts.need("hybrid_override_pattern")
     if facts.has("num_hidden_layers") and len(kinds) != facts.number("num_hidden_layers"):
@@ -115,7 +115,7 @@ def granite_hybrid(facts: Facts) -> tuple[Layer, ...]:
         "mamba_n_groups", "mamba_d_conv",
     )  # fmt: skip
     field = "layer_types" if facts.has("layer_types") else "layers_block_type"
-    kinds = facts.listing(field, length=layer_count(facts))
+    kinds = facts.words(field, length=layer_count(facts))
     if not kinds:
         facts.need("layer_types")
     whole = Layer(Span.FULL, heads=plain_heads(facts))
@@ -140,10 +140,10 @@ def lfm2(facts: Facts) -> tuple[Layer, ...]:
         Span.NONE, state=State(facts.number("hidden_size"), facts.number("conv_L_cache") - 1, 0, 0, 0, 0)
     )
     count = layer_count(facts)
-    kinds = facts.listing("layer_types", length=count)
+    kinds = facts.words("layer_types", length=count)
     if not kinds:
         facts.need("full_attn_idxs")
-        attending = set(facts.listing("full_attn_idxs"))
+        attending = set(facts.numbers("full_attn_idxs"))
         kinds = ["full_attention" if index in attending else "conv" for index in range(count)]
     return by_kind(facts, "layer_types", kinds, {"conv": conv, "full_attention": whole})
 
@@ -154,8 +154,8 @@ def kimi_linear(facts: Facts) -> tuple[Layer, ...]:
     linear = facts.inner("linear_attn_config")
     linear.need("full_attn_layers", "kda_layers", "num_heads", "head_dim", "short_conv_kernel_size")
     count = layer_count(facts)
-    attending = set(linear.listing("full_attn_layers"))
-    delta = set(linear.listing("kda_layers"))
+    attending = set(linear.numbers("full_attn_layers"))
+    delta = set(linear.numbers("kda_layers"))
     if attending & delta or attending | delta != set(range(1, count + 1)):
         raise facts.refuse(f"full_attn_layers and kda_layers do not name each of {count} layers once")
     heads, dim = linear.number("num_heads"), linear.number("head_dim")
