@@ -93,6 +93,7 @@ class Clients(Model):
         }
         asked = Asked(peer, space, wanted, first, self.clock.now + wait_s, memory)
         self.asked[peer, self.tickets] = asked
+        asked.crowded = self.wants_more_than_its_share(peer)
         return asked, list(self.tier.probes) if self.tier is not None else []
 
     def _its_probe(self, asked: Asked, before: Sequence[Probe]) -> Probe | None:

@@ -18,7 +18,8 @@ from kvferry.tiers.contract import Outcome
 class Asked:
     """A lookup without an answer.
 
-    memory: positions and parts that the pool held when it came.
+    memory: positions and parts that the pool held when it came. crowded: whether its connection wanted more
+    than its share then; a load that has ended since left no room for what was not held in time.
     """
 
     peer: Peer
@@ -28,6 +29,7 @@ class Asked:
     bound: float
     memory: set[tuple[int, int]]
     probe: Probe | None = None
+    crowded: bool = False
 
     def largest(self, there: Callable[[int, int], bool]) -> int:
         """The largest boundary for which all that it needs is there, by position and part."""

@@ -192,7 +192,8 @@ class Model:
                 whole
                 or needless
                 or tier == Tier.VALKEY
-                or self._wants_more_than_its_share(asked.peer)
+                or asked.crowded
+                or self.wants_more_than_its_share(asked.peer)
                 or self.tight
             )
 
@@ -205,7 +206,7 @@ class Model:
         assert (answer.reason is Reason.COMPLETE) == (available == len(asked.wanted))
         assert answer.reason is Reason.COMPLETE or missing == (answer.reason in MISSES)
 
-    def _wants_more_than_its_share(self, peer: Peer) -> bool:
+    def wants_more_than_its_share(self, peer: Peer) -> bool:
         """Whether what its loads and lookups want together is more than one connection may hold."""
         wanted = [(loading.space, loading.chunks) for loading in self.loads.values() if loading.peer is peer]
         wanted += [(asked.space, asked.wanted) for asked in self.asked.values() if asked.peer is peer]
