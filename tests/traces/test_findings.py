@@ -1,10 +1,12 @@
 """What is said of a trace: growth, sharing, working set and gaps, and the command that prints it."""
 
+import html
 import json
 import math
 from array import array
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 from hypothesis import given, settings
@@ -167,3 +169,22 @@ def test_a_mistake_is_named_with_a_way_out(
 def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["analyze", "/nonexistent/trace"]) == 2
     assert "/nonexistent/trace" in capsys.readouterr().err
+
+
+def test_the_page_stands_alone_with_a_line_per_policy(analyze: Callable[..., str], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    text = analyze("--html", str(page))
+    written = page.read_text()
+    assert "http" not in written
+    assert "<script" not in written
+    for policy in Policy:
+        assert f'<path class="{policy.value}"' in written
+    drawing = written[written.index("<svg") : written.rindex("</svg>") + 6]
+    for svg in drawing.split("</svg>")[:-1]:
+        ET.fromstring(svg[svg.index("<svg") :] + "</svg>")
+    assert html.escape(text.rstrip()) in written
+
+
+def test_a_page_that_cannot_be_written_is_named(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["analyze", str(trace), "--html", "/nonexistent/page.html"]) == 2
+    assert "/nonexistent/page.html" in capsys.readouterr().err

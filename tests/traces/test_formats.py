@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from array import array
 from pathlib import Path
 
@@ -207,6 +208,12 @@ def test_a_file_that_ends_early_is_named(tmp_path: Path) -> None:
     path.write_bytes(packed[:-2000])
     with pytest.raises(MisconfiguredError, match="cannot read"):
         read(path)
+
+
+def test_a_pipe_is_refused_as_it_would_lose_its_beginning(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(MisconfiguredError, match="no file"):
+        TraceFile(tmp_path / "pipe")
 
 
 def test_what_is_no_request_is_counted_by_reason_and_place(tmp_path: Path) -> None:

@@ -6,15 +6,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kvferry import __version__
 from kvferry.cli.table import compact, count, duration, labelled, table
 from kvferry.config import format_size, parse_size
 from kvferry.errors import MisconfiguredError
 from kvferry.traces import findings
 from kvferry.traces.formats import MAX_BLOCK_TOKENS, Clock
+from kvferry.traces.page import page
 from kvferry.traces.policies import Policy
 from kvferry.traces.reuse import ReuseLog
 from kvferry.traces.source import Malformed, TraceFile
-from kvferry.values import parse_count
+from kvferry.values import parse_count, parse_path
 
 MAX_CAPACITIES = 32
 MAX_KV_BYTES = 1 << 30
@@ -36,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of logs of text or tokens (default 64); hashed traces have their own",
     )
+    parser.add_argument("--html", metavar="PATH", help="also write a page with charts")
     parser.add_argument("--json", action="store_true", help="the whole document, for programs")
 
 
@@ -75,10 +78,22 @@ def main(args: argparse.Namespace) -> int:
             clock=_clock(sources),
         ),
     }
+    if args.html is not None:
+        _write_page(parse_path(args.html), found, per_token)
     print(json.dumps(found, indent=2) if args.json else render(found))
     if not len(log):
         print("kvferry: no line gave a request; see the reasons above", file=sys.stderr)
     return 0 if len(log) else 1
+
+
+def _write_page(path: Path, found: dict[str, Any], per_token: int | None) -> None:
+    rows = found["reuse"]["by_capacity"] if found["reuse"] else []
+    label = [format_size(row["tokens"] * per_token) if per_token else compact(row["tokens"]) for row in rows]
+    text = page(found, text=render(found), label=label, version=__version__)
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise MisconfiguredError(f"--html: cannot write {path}: {error.strerror}") from error
 
 
 def _number(flag: str, text: str | None, highest: int) -> int | None:

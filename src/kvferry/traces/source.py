@@ -60,6 +60,8 @@ class TraceFile:
         self.path = path
         self.lines = 0
         self.other_lines = 0
+        if path.exists() and not path.is_file():  # a pipe gives its bytes once, and they are read twice
+            raise MisconfiguredError(f"{path} is no file; write what it holds to one (gzip is fine)")
         with self._opened() as stream:
             sample, size = [], 0
             for line in _lines(stream):
