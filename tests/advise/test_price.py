@@ -38,7 +38,7 @@ FLAGS = [
     "--ram-gib=100",
     "--ram-usd=5",
     "--replicas=8",
-,]
+]
 
 amounts = st.floats(0, 1e5)
 positive = st.floats(1e-3, 1e5)
