@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from kvferry.cli.table import compact, count, duration, labelled, table
 from kvferry.config import format_size, parse_size
 from kvferry.errors import MisconfiguredError
 from kvferry.traces import findings
+from kvferry.traces.breaks import Breaks
 from kvferry.traces.formats import MAX_BLOCK_TOKENS, Clock
 from kvferry.traces.page import page
 from kvferry.traces.policies import Policy
@@ -19,6 +21,7 @@ from kvferry.traces.source import Malformed, TraceFile
 from kvferry.values import parse_count, parse_path
 
 MAX_CAPACITIES = 32
+MAX_BREAKS_SHOWN = 8
 MAX_KV_BYTES = 1 << 30
 
 
@@ -47,10 +50,12 @@ def main(args: argparse.Namespace) -> int:
     per_token = _number("--kv-bytes-per-token", args.kv_bytes_per_token, MAX_KV_BYTES)
     size = _number("--block-tokens", args.block_tokens, MAX_BLOCK_TOKENS)
     malformed, sources = Malformed(), [TraceFile(Path(name), block_tokens=size) for name in args.files]
-    log = ReuseLog(_block_tokens(sources))
+    log, breaks = ReuseLog(_block_tokens(sources)), Breaks()
     for source in sources:
         for request in source.requests(malformed):
             log.add(request)
+            if request.parts:
+                breaks.add(request)
     found = {
         "files": [
             {
@@ -71,6 +76,9 @@ def main(args: argparse.Namespace) -> int:
             ],
         },
         "kv_bytes_per_token": per_token,
+        "breaks": [
+            asdict(found) for found in sorted(breaks.found.values(), key=lambda found: -found.lost_bytes)
+        ],
         **findings.document(
             log,
             capacities=_capacities(args.capacities, log, per_token),
@@ -178,6 +186,7 @@ def render(found: dict[str, Any]) -> str:
         gaps = reuse["gaps"]["within"]
         head = [duration(gap["gap_s"]) for gap in gaps]
         lines.append(table(head, [[_percent(gap["share"]) for gap in gaps]]))
+    lines += _breaks(found["breaks"])
     lines += ["", "Working set over the trace; hits are those of a cache that never forgets:"]
     lines.append(_slices(reuse["slices"], reuse["over"], per_token))
     return "\n".join(lines)
@@ -206,6 +215,22 @@ def _people(reuse: dict[str, Any]) -> list[str]:
                     f"{_percent(1 - own / total)} only of others",
                 )
             )
+    return lines
+
+
+def _breaks(breaks: list[dict[str, Any]]) -> list[str]:
+    if not breaks:
+        return []
+    lines = ["", "What breaks prefixes: instructions equal to earlier ones but for a place before the rest"]
+    for kind in breaks[:MAX_BREAKS_SHOWN]:
+        example = kind["example"]
+        lines += [
+            f"{kind['cause']} in {kind['part']}, {count(kind['requests'])} requests, "
+            f"{compact(kind['lost_bytes'])} equal bytes behind it; "
+            f"first at byte {count(example['equal_bytes'])}:",
+            f"          ...{example['earlier']}",
+            f"          ...{example['later']}",
+        ]
     return lines
 
 

@@ -1,4 +1,4 @@
-"""The findings as one HTML page with charts, to pass on: no script, no network, nothing of the prompts."""
+"""The findings as one HTML page with charts, to pass on: no script, no network."""
 
 from collections.abc import Sequence
 from html import escape
