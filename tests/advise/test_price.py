@@ -34,7 +34,7 @@ FLAGS = [
     "--prefill-tokens-s=9000",
     "--hit-rate=0.85",
     "--own-hit-rate=0.4",
-    "--bytes-per-token=327680",
+    "--kv-bytes-per-token=327680",
     "--ram-gib=100",
     "--ram-usd=5",
     "--replicas=8",
@@ -210,7 +210,7 @@ def test_the_command_prints_a_table_of_a_hundred_columns(capsys: pytest.CaptureF
 
 
 def test_model_and_gpu_stand_for_their_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    named = [flag for flag in FLAGS if not flag.startswith(("--bytes-per-token", "--gpu-usd"))]
+    named = [flag for flag in FLAGS if not flag.startswith(("--kv-bytes-per-token", "--gpu-usd"))]
     assert main(["price", *named, "--model=llama-3.3-70b", "--gpu=h100", "--json"]) == 0
     inputs = json.loads(capsys.readouterr().out)["inputs"]
     assert inputs["bytes_per_token"] == 327_680

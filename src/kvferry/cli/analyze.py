@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry import __version__
+from kvferry.cli.quantities import add_token_arguments, token_bytes_of
 from kvferry.cli.table import compact, count, duration, labelled, table
 from kvferry.config import format_size, parse_size
 from kvferry.errors import MisconfiguredError
@@ -22,15 +23,12 @@ from kvferry.values import parse_count, parse_path
 
 MAX_CAPACITIES = 32
 MAX_BREAKS_SHOWN = 8
-MAX_KV_BYTES = 1 << 30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which files, and what a token of KV weighs."""
     parser.add_argument("files", nargs="+", metavar="FILE", help="a trace or request log, plain or gzip")
-    parser.add_argument(
-        "--kv-bytes-per-token", metavar="N", help="of the model and its KV dtype; shows capacities in bytes"
-    )
+    add_token_arguments(parser)
     parser.add_argument(
         "--capacities",
         metavar="SIZES",
@@ -47,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Read, analyse, print. 1: no line gave a request."""
-    per_token = _number("--kv-bytes-per-token", args.kv_bytes_per_token, MAX_KV_BYTES)
+    per_token = token_bytes_of(args)
     size = _number("--block-tokens", args.block_tokens, MAX_BLOCK_TOKENS)
     malformed, sources = Malformed(), [TraceFile(Path(name), block_tokens=size) for name in args.files]
     log, breaks = ReuseLog(_block_tokens(sources)), Breaks()
@@ -135,7 +133,7 @@ def _capacities(text: str | None, log: ReuseLog, per_token: int | None) -> list[
         return findings.default_capacities(log)
     if per_token is None:
         raise MisconfiguredError(
-            "--capacities needs --kv-bytes-per-token, which says how many blocks they hold"
+            "--capacities needs --model or --kv-bytes-per-token, which says how many blocks they hold"
         )
     names = text.split(",")
     if len(names) > MAX_CAPACITIES:

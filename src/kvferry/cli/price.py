@@ -7,13 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from kvferry.advise.price import BENEFITS, HOURS, STEP, Answer, Deal, Part, answer, explain
-from kvferry.cli.quantities import formula
+from kvferry.cli.quantities import add_token_arguments, formula, token_bytes_of
 from kvferry.cli.table import COLUMNS, labelled, table
 from kvferry.errors import MisconfiguredError
-from kvferry.models.catalogue import find_model
 from kvferry.models.gpus import find_gpu
-from kvferry.models.precision import kv_dtype
-from kvferry.models.sizes import Sizing
 from kvferry.values import parse_count, parse_path
 
 # Of memory: r7g.16xlarge, $3.427 an hour for 512 GiB.
@@ -44,7 +41,7 @@ NUMBERS: dict[str, tuple[str, float | None, float, str]] = {
     "--working-set-gib": ("working_set_gib", 0.0, 1e12, "what is used again (kvferry analyze)"),
     "--host-gib": ("host_gib", 0.0, 1e9, "host memory for KV that each replica has anyway"),
 }
-FLAG_OF = {field: flag for flag, (field, *_) in NUMBERS.items()} | {"bytes_per_token": "--bytes-per-token"}
+FLAG_OF = {field: flag for flag, (field, *_) in NUMBERS.items()} | {"bytes_per_token": "--kv-bytes-per-token"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,9 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, (_, default, _, what) in NUMBERS.items():
         shown = "" if default is None or default == 0 else f" ({default:g}: {PRICES_OF})"
         parser.add_argument(flag, metavar="N", help=what + shown)
-    parser.add_argument("--model", metavar="NAME", help="for the KV bytes of a token, as kvferry size")
-    parser.add_argument("--kv-dtype", default="bf16", metavar="DTYPE", help="of --model (bf16)")
-    parser.add_argument("--bytes-per-token", metavar="N", help="of KV, instead of --model")
+    add_token_arguments(parser)
     parser.add_argument("--gpu", metavar="NAME", help="for its price, as kvferry concurrency")
     parser.add_argument("--gpus-file", metavar="FILE", help="GPUs of your own")
     parser.add_argument("--replicas", default="2", metavar="N", help="engine processes that share (2)")
@@ -95,13 +90,11 @@ def deal_of(args: argparse.Namespace) -> Deal:
         given["gpu_usd_hour"] = gpu.usd_per_hour
     elif "gpu_usd_hour" not in given:
         missing.append("--gpu-usd-hour or --gpu")
-    if args.bytes_per_token is not None:
-        given["bytes_per_token"] = number("--bytes-per-token", args.bytes_per_token, highest=1e12)
-    elif args.model:
-        sizing = Sizing(find_model(args.model), kv_dtype(args.kv_dtype))
-        given["bytes_per_token"] = sizing.full_token_bytes + sizing.bounded_token_bytes
+    per_token = token_bytes_of(args)
+    if per_token is None:
+        missing.append("--model or --kv-bytes-per-token")
     else:
-        missing.append("--model or --bytes-per-token")
+        given["bytes_per_token"] = per_token
     if missing:
         raise MisconfiguredError(f"missing: {', '.join(missing)}; kvferry price --help says what each is")
     return Deal(

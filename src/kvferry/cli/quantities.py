@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import re
 import textwrap
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from kvferry.models.sizes import MAX_RANKS, Sizing
 from kvferry.values import parse_count
 
 MAX_TOKENS = 1 << 30
+MAX_TOKEN_BYTES = 1 << 30
 CONTEXTS = tuple(1 << power for power in range(12, 21))  # 4K to 1M
 _TOKENS = re.compile(r"(\d+(?:\.\d+)?)([KM]?)", re.IGNORECASE)
 
@@ -139,3 +141,26 @@ def sizing_of(args: argparse.Namespace, model: Model, dtype: str = "") -> Sizing
             allocator=Allocator(args.allocator),
         ),
     )
+
+
+def add_token_arguments(parser: argparse.ArgumentParser) -> None:
+    """What a token of KV takes, for verbs that need nothing else of a model."""
+    parser.add_argument("--model", metavar="NAME", help="for the KV bytes of a token, as for kvferry size")
+    parser.add_argument("--kv-dtype", default="bf16", metavar="DTYPE", help="of --model (bf16)")
+    parser.add_argument("--kv-bytes-per-token", metavar="N", help="instead of --model")
+
+
+def token_bytes_of(args: argparse.Namespace) -> int | None:
+    """KV bytes of a token over the whole replica; None where nobody said. Raises MisconfiguredError."""
+    if args.kv_bytes_per_token is not None:
+        try:
+            return parse_count(args.kv_bytes_per_token, lowest=1, highest=MAX_TOKEN_BYTES)
+        except MisconfiguredError as error:
+            raise MisconfiguredError(f"--kv-bytes-per-token: {error}") from error
+    if not args.model:
+        return None
+    sizing = Sizing(find_model(args.model), kv_dtype(args.kv_dtype))
+    found = math.ceil(sizing.full_token_bytes + sizing.bounded_token_bytes)
+    if not found:
+        raise MisconfiguredError(f"{args.model} keeps no KV per token: it has recurrent state alone")
+    return found
