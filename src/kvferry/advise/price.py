@@ -1,19 +1,21 @@
 """What a shared cache earns and costs in a month, at a given hit rate. Money in US dollars, months of 730 h.
 
 Benefit: GPU hours not spent on reading prompts again, GPU hours that a higher throughput saves, purchases
-deferred. Cost: memory, disk, objects and their requests, traffic between zones, anything else. All of it is
-linear in the hit rate, so the hit rate at which both are equal has a closed form.
+deferred. Cost: memory, disk, objects and their requests, traffic between zones, anything else. The last two
+benefits were measured or planned at the hit rate given, and shrink with the hits that are added.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
+from typing import NamedTuple
 
 from kvferry.errors import MisconfiguredError
 
 HOURS = 730.0
 """Of a month."""
 LOW_REUSE = 0.05
+ROUNDING = 1e-9
 STEP = 0.25
 """How far each input is moved to see what the answer hangs on."""
 
@@ -25,7 +27,7 @@ class Deal:
     gpus: of the fleet. gpu_usd_hour: of one. requests_s: mean over the month. prompt_tokens: mean of a
     request. prefill_tokens_s: of one GPU that does nothing else. hit_rate: share of the prompt tokens that
     would not be computed with the shared cache; own_hit_rate: the same without it (engines' own memory,
-    host memory). throughput_gain: of what else a GPU does, measured, 0.1 for 10%. deferred_usd_month: of
+    host memory). throughput_gain: of what a GPU does besides prefill, 0.1 for 10%. deferred_usd_month: of
     purchases put off. bytes_per_token: of KV, of a whole replica. ram_gib and so on: capacities of the
     shared tiers; the *_usd_gib are per GiB and month. objects_read_share: of the tokens hit, read from
     objects. object_bytes: of one. far_share: of the bytes loaded and stored that cross zones; zone_usd_gb:
@@ -128,11 +130,18 @@ class No(Enum):
     COSTS_MORE = "it costs more than it brings"
 
 
+class Moved(NamedTuple):
+    """An input at another value, and the net of a month that this would give."""
+
+    value: float
+    net_usd: float
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """usd: per part and month, all positive. gpu_hours: saved a month. break_even: None where none exists.
 
-    sensitivity: input -> the net at 25% less and 25% more of it, the widest first.
+    sensitivity: input -> a quarter less and a quarter more of it, shares at most 1; the widest first.
     """
 
     usd: Mapping[Part, float]
@@ -141,7 +150,7 @@ class Answer:
     gpu_hours: float
     break_even: float | None
     reasons: tuple[No, ...]
-    sensitivity: Mapping[str, tuple[float, float]]
+    sensitivity: Mapping[str, tuple[Moved, Moved]]
 
     @property
     def net_usd(self) -> float:
@@ -151,15 +160,14 @@ class Answer:
 
 def parts(deal: Deal) -> dict[Part, float]:
     """Dollars a month, by part."""
-    saved = _saved_hours(deal)
     gain = deal.throughput_gain / (1 + deal.throughput_gain)
     loaded, stored = _loaded_bytes(deal), _stored_bytes(deal)
     has_objects = 1.0 if deal.objects_gib else 0.0
     reads = loaded * deal.objects_read_share * has_objects / deal.object_bytes
     writes = stored * has_objects / deal.object_bytes
     return {
-        Part.REREAD: saved * deal.gpu_usd_hour,
-        Part.THROUGHPUT: (deal.fleet_hours - saved) * gain * deal.gpu_usd_hour,
+        Part.REREAD: _saved_hours(deal) * deal.gpu_usd_hour,
+        Part.THROUGHPUT: _other_hours(deal) * gain * deal.gpu_usd_hour,
         Part.DEFERRED: deal.deferred_usd_month,
         Part.RAM: deal.ram_gib * deal.ram_usd_gib,
         Part.DISK: deal.disk_gib * deal.disk_usd_gib,
@@ -186,21 +194,36 @@ def _saved_hours(deal: Deal) -> float:
     return max(0.0, without - deal.prefill_hours(deal.hit_rate))
 
 
+def _other_hours(deal: Deal) -> float:
+    """What the fleet does besides reading prompts, without the cache."""
+    return max(0.0, deal.fleet_hours - deal.prefill_hours(deal.own_hit_rate))
+
+
 def _net(deal: Deal) -> float:
-    usd = parts(deal)
+    return _net_at(deal, deal.hit_rate)
+
+
+def _net_at(deal: Deal, hit_rate: float) -> float:
+    """At another hit rate: what was measured at the deal's shrinks and grows with the hits added."""
+    added = deal.hit_rate - deal.own_hit_rate
+    scale = (hit_rate - deal.own_hit_rate) / added if added else 0.0
+    usd = parts(replace(deal, hit_rate=hit_rate))
+    if hit_rate != deal.hit_rate:
+        for part in (Part.THROUGHPUT, Part.DEFERRED):
+            usd[part] *= scale
     return sum(amount if part in BENEFITS else -amount for part, amount in usd.items())
 
 
 def _break_even(deal: Deal) -> float | None:
     """The lowest hit rate, from the own one up, at which it costs nothing."""
     low, high = deal.own_hit_rate, 1.0
-    if _net(replace(deal, hit_rate=low)) >= 0:
+    if _net_at(deal, low) >= 0:
         return low
-    if _net(replace(deal, hit_rate=high)) < 0:
+    if _net_at(deal, high) < 0:
         return None
     for _ in range(60):  # the net bends where the fleet's hours end, so it is searched and not solved
         middle = (low + high) / 2
-        if _net(replace(deal, hit_rate=middle)) < 0:
+        if _net_at(deal, middle) < 0:
             low = middle
         else:
             high = middle
@@ -211,38 +234,39 @@ def _reasons(deal: Deal) -> tuple[No, ...]:
     found = {
         No.SINGLE: deal.replicas <= 1,
         No.FITS: 0 < deal.working_set_gib <= deal.host_gib and not deal.long_gaps,
-        No.LOW_REUSE: deal.hit_rate - deal.own_hit_rate < LOW_REUSE,
+        No.LOW_REUSE: deal.hit_rate - deal.own_hit_rate < LOW_REUSE - ROUNDING,
         No.NO_PREFILL: deal.prefill_hours(deal.hit_rate) > deal.fleet_hours,
         No.COSTS_MORE: _net(deal) <= 0,
     }
     return tuple(reason for reason, holds in found.items() if holds)
 
 
-_MOVED = (
-    "gpu_usd_hour", "requests_s", "prompt_tokens", "prefill_tokens_s", "hit_rate", "own_hit_rate",
-    "bytes_per_token", "ram_gib", "ram_usd_gib", "disk_gib", "objects_gib", "far_share", "zone_usd_gb",
-    "throughput_gain", "other_usd_month",
-)  # fmt: skip
+_SHARES = ("hit_rate", "own_hit_rate", "far_share", "objects_read_share")
+_NOT_MOVED = ("replicas", "working_set_gib", "host_gib", "long_gaps", "object_bytes")
 
 
-def _sensitivity(deal: Deal) -> dict[str, tuple[float, float]]:
-    found: dict[str, tuple[float, float]] = {}
-    for name in _MOVED:
-        value = getattr(deal, name)
-        if not value:
-            continue
-        nets = []
-        for factor in (1 - STEP, 1 + STEP):
-            moved = value * factor
-            if name == "hit_rate":
-                moved = min(1.0, max(deal.own_hit_rate, moved))
-            elif name == "own_hit_rate":
-                moved = min(deal.hit_rate, moved)
-            elif name == "far_share":
-                moved = min(1.0, moved)
-            nets.append(_net(replace(deal, **{name: moved})))
-        found[name] = (nets[0], nets[1])
-    return dict(sorted(found.items(), key=lambda item: -abs(item[1][1] - item[1][0])))
+def _sensitivity(deal: Deal) -> dict[str, tuple[Moved, Moved]]:
+    found: dict[str, tuple[Moved, Moved]] = {}
+    for field in fields(deal):
+        value = getattr(deal, field.name)
+        if field.name not in _NOT_MOVED and value:
+            found[field.name] = (
+                _moved(deal, field.name, value * (1 - STEP)),
+                _moved(deal, field.name, value * (1 + STEP)),
+            )
+    return dict(sorted(found.items(), key=lambda item: -abs(item[1][1].net_usd - item[1][0].net_usd)))
+
+
+def _moved(deal: Deal, name: str, value: float) -> Moved:
+    """As far as there is such a share."""
+    if name in _SHARES:
+        value = min(1.0, value)
+    if name == "hit_rate":
+        value = max(value, deal.own_hit_rate)
+        return Moved(value, _net_at(deal, value))
+    if name == "own_hit_rate":
+        value = min(value, deal.hit_rate)
+    return Moved(value, _net(replace(deal, **{name: value})))
 
 
 def explain(deal: Deal) -> tuple[str, ...]:
@@ -259,7 +283,7 @@ def explain(deal: Deal) -> tuple[str, ...]:
         f"fleet = {deal.gpus:g} GPUs x {HOURS:g} h = {deal.fleet_hours:,.0f} GPU hours",
         f"saved = min(without, fleet) - with, at least 0 = {saved:,.0f} GPU hours",
         f"{Part.REREAD.value} = saved x ${deal.gpu_usd_hour:g} = ${usd[Part.REREAD]:,.0f}",
-        f"{Part.THROUGHPUT.value} = (fleet - saved) x {deal.throughput_gain:g} / "
+        f"{Part.THROUGHPUT.value} = (fleet - without, at least 0) x {deal.throughput_gain:g} / "
         f"{1 + deal.throughput_gain:g} x ${deal.gpu_usd_hour:g} = ${usd[Part.THROUGHPUT]:,.0f}",
         f"{Part.DEFERRED.value} = ${deal.deferred_usd_month:,.0f}",
         *(

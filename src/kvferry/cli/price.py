@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from kvferry.advise.price import BENEFITS, HOURS, STEP, Answer, Deal, Part, answer, explain
+from kvferry.advise.price import BENEFITS, HOURS, Answer, Deal, Part, answer, explain
 from kvferry.cli.quantities import add_token_arguments, formula, token_bytes_of
 from kvferry.cli.table import COLUMNS, labelled, table
 from kvferry.errors import MisconfiguredError
@@ -35,7 +35,12 @@ NUMBERS: dict[str, tuple[str, float | None, float, str]] = {
     "--write-usd": ("write_usd_million", 5.0, 1e6, "per million object writes"),
     "--far-share": ("far_share", 0.0, 1.0, "of the bytes, those that cross zones"),
     "--zone-usd": ("zone_usd_gb", 0.02, 1e6, "per GB across zones, both ends"),
-    "--throughput-gain": ("throughput_gain", 0.0, 100.0, "of what else a GPU does, measured; 0.1 is 10%%"),
+    "--throughput-gain": (
+        "throughput_gain",
+        0.0,
+        100.0,
+        "of what GPUs do besides prefill; 0.1 is 10%%",
+    ),
     "--deferred-usd": ("deferred_usd_month", 0.0, 1e12, "a month, of purchases put off"),
     "--other-usd": ("other_usd_month", 0.0, 1e12, "a month, of anything else: people, support"),
     "--working-set-gib": ("working_set_gib", 0.0, 1e12, "what is used again (kvferry analyze)"),
@@ -114,7 +119,10 @@ def document(deal: Deal, found: Answer) -> dict[str, Any]:
         "break_even_hit_rate": found.break_even,
         "buy": not found.reasons,
         "why_not": {reason.name.lower(): reason.value for reason in found.reasons},
-        "net_usd_per_month_at_25_percent_less_and_more": dict(found.sensitivity),
+        "sensitivity": {
+            name: [{"value": moved.value, "net_usd_per_month": moved.net_usd} for moved in pair]
+            for name, pair in found.sensitivity.items()
+        },
         "formula": explain(deal),
     }
 
@@ -158,11 +166,11 @@ def render(deal: Deal, found: Answer) -> str:
         )
     )
     moved = [
-        (FLAG_OF[name], f"{getattr(deal, name):,g}", usd(low), usd(high))
+        (FLAG_OF[name], f"{getattr(deal, name):,g}", f"{low.value:,g}", usd(low.net_usd), f"{high.value:,g}",
+         usd(high.net_usd))
         for name, (low, high) in list(found.sensitivity.items())[:6]
-    ]
-    percent = f"{100 * STEP:.0f}%"
-    blocks.append(table(("net if", "is not", f"but {percent} less", f"or {percent} more"), moved))
+    ]  # fmt: skip
+    blocks.append(table(("if", "is not", "but", "net", "or", "net"), moved))
     return "\n\n".join(blocks)
 
 
