@@ -51,6 +51,7 @@ def test_a_domain_without_a_key_is_named_as_such(
         (["valkey", "--chunk-tokens", "16"], "--chunk-tokens is not for valkey"),
         (["vllm", "--user", "x"], "--user is not for vllm"),
         (["valkey", "--user", "a b"], "'a b'"),
+        (["valkey", "--user", ""], "--user ''"),
         (["valkey", "--user", "a\nb"], "letters"),
         (["valkey", "--domain-key-file", "/nonexistent/key"], "No such file"),
     ],

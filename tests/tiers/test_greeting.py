@@ -72,6 +72,11 @@ def impostor() -> Iterator[int]:
     thread.join()
 
 
+def test_only_of_a_port_is_it_asked_whether_it_speaks_tls(tmp_path: Path) -> None:
+    assert "TLS" not in refusal(f"unix://{tmp_path}/none.sock")
+    assert "does it speak TLS" in refusal(f"valkey://127.0.0.1:{free_ports(1)[0]}")
+
+
 def test_nobody_listening_is_unreachable() -> None:
     port = free_ports(1)[0]
     message = refusal(f"valkey://127.0.0.1:{port}")

@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from kvferry.config import default_socket_path
 from kvferry.engines.settings import DEFAULT_DOMAIN
@@ -85,16 +86,30 @@ def _deadline_ms(args: argparse.Namespace) -> int:
 def _common(args: argparse.Namespace) -> dict[str, object]:
     """What every engine is told in the same words."""
     found: dict[str, object] = {}
-    socket = _checked("--socket", args.socket, parse_socket_path)
+    socket = _checked("--socket", args.socket, _absolute_socket)
     if socket is not None and socket != str(default_socket_path()):
         found["socket"] = socket
     texts = {
         "domain": _checked("--domain", args.domain, parse_domain),
-        "domain_key_file": _checked("--domain-key-file", args.domain_key_file, parse_path),
-        "token_file": _checked("--token-file", args.token_file, parse_path),
+        "domain_key_file": _checked("--domain-key-file", args.domain_key_file, _absolute),
+        "token_file": _checked("--token-file", args.token_file, _absolute),
         "group": _checked("--group", args.group, parse_group_name),
     }
     return found | {name: text for name, text in texts.items() if text is not None}
+
+
+def _absolute(text: str) -> Path:
+    """The engine starts in a directory of its own. Raises MisconfiguredError."""
+    try:
+        return parse_path(text).absolute()
+    except OSError as error:
+        raise MisconfiguredError(f"{text!r}: this directory is gone; give an absolute path") from error
+
+
+def _absolute_socket(text: str) -> Path:
+    """Likewise; what counts is the length of the whole. Raises MisconfiguredError."""
+    parse_socket_path(text)
+    return parse_socket_path(str(_absolute(text)))
 
 
 def _checked(flag: str, text: str | None, parse: Callable[[str], object]) -> str | None:
@@ -129,7 +144,7 @@ def valkey_user(args: argparse.Namespace) -> str:
     from kvferry.identity.domain import DomainKey, domain_tag
     from kvferry.tiers.valkey.acl import setuser
 
-    user: str = args.user or VALKEY_USER
+    user: str = VALKEY_USER if args.user is None else args.user
     if not _USER.fullmatch(user):
         raise MisconfiguredError(f"--user {user!r}: give 1 to 64 letters, digits or any of _ . @ -")
     domain = _checked("--domain", args.domain, parse_domain) or DEFAULT_DOMAIN

@@ -52,7 +52,8 @@ def inspect_servers(settings: ValkeySettings, *, tls: Tls | None, deadline: floa
             raise
         except KvferryError as error:
             failures.append(str(error) if str(seed) in str(error) else f"{seed}: {error}")
-    other = "is it running?" if tls is not None else "is it running, or does it speak TLS (valkeys://)?"
+    plain_port = tls is None and any(seed.port for seed in settings.url.seeds)  # a Unix socket speaks no TLS
+    other = "is it running, or does it speak TLS (valkeys://)?" if plain_port else "is it running?"
     raise UnreachableServersError(f"Valkey unreachable at {settings.url}: {'; '.join(failures)}: {other}")
 
 

@@ -166,6 +166,8 @@ def _check_host(host: str, text: str) -> None:
             raise MisconfiguredError(
                 f"Valkey URL: {host!r} is not an IPv6 address: write it as valkey://[::1]:6379"
             ) from error
+        if text.startswith("[") and "]" not in text:
+            raise MisconfiguredError(f"Valkey URL: {text!r}: the ] is missing: write [{host}]")
         if not text.startswith(f"[{host}]"):
             raise MisconfiguredError(f"Valkey URL: {text!r}: an IPv6 address needs brackets: [{host}]")
     wrong = f"Valkey URL: {host!r} is not a host name: write it as {_EXAMPLE}"
