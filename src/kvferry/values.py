@@ -15,13 +15,24 @@ MAX_GROUP = (1 << 32) - 2
 _OVERFLOW_GROUP = Path("/proc/sys/kernel/overflowgid")
 
 _COUNT = re.compile(r"[+-]?[0-9]{1,18}")
+_WHOLE = re.compile(r"([+-]?)0*([0-9]+)")
+_MAX_DIGITS = 30  # of a number that is shown in full, and far beyond any bound
 
 
 def parse_count(text: str | int, *, lowest: int, highest: int) -> int:
     """A whole number within bounds. Raises MisconfiguredError."""
-    if isinstance(text, str) and not _COUNT.fullmatch(text.strip()):
-        raise MisconfiguredError(f"{text!r} is not a whole number; give one from {lowest} to {highest}")
-    number = int(text.strip() if isinstance(text, str) else text)
+    if isinstance(text, str):
+        match = _WHOLE.fullmatch(text.strip())
+        if match is None:
+            raise MisconfiguredError(f"{text!r} is not a whole number; give one from {lowest} to {highest}")
+        sign, digits = match.groups()
+        if len(digits) > _MAX_DIGITS:
+            raise MisconfiguredError(
+                f"{sign}{digits[:6]}..., of {len(digits)} digits, is outside {lowest} to {highest}"
+            )
+        number = int(sign + digits)
+    else:
+        number = text
     if not lowest <= number <= highest:
         raise MisconfiguredError(f"{number} is outside {lowest} to {highest}")
     return number

@@ -85,11 +85,27 @@ def test_of_every_model_of_the_catalogue_no_field_that_changes_the_size_can_go_u
         {"layer_types": ["a", "b", "c", "d"]},
         {"hidden_size": 500, "num_attention_heads": 7},
         {"is_encoder_decoder": True},
+        {"num_key_value_heads": 3},
+        {"num_attention_heads": 0, "head_dim": 64},
+        {"num_attention_heads": 2, "num_key_value_heads": 4},
     ],
 )
 def test_values_that_make_no_sense_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(MisconfiguredError):
         read({**LLAMA, **change})
+
+
+@pytest.mark.parametrize(
+    ("field", "bound"), [("num_hidden_layers", 4096), ("head_dim", 1 << 24), ("num_key_value_heads", 1 << 24)]
+)
+@pytest.mark.parametrize("value", [0, 10**11, 10**23])
+def test_a_number_beyond_its_bounds_is_refused_with_both(field: str, bound: int, value: int) -> None:
+    with pytest.raises(MisconfiguredError, match=f"{field}: {value} is outside 1 to {bound}$"):
+        read({**LLAMA, field: value})
+
+
+def test_a_width_of_state_that_the_config_cannot_say_is_noted() -> None:
+    assert any("float32" in note for note in find_model("kimi-k3").notes)
 
 
 def test_the_head_width_of_the_config_counts_not_the_hidden_size() -> None:

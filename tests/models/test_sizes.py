@@ -10,6 +10,7 @@ from kvferry.errors import MisconfiguredError
 from kvferry.models.catalogue import entries, find_model
 from kvferry.models.layers import Heads, Index, Latent, Layer, Model, Span, State
 from kvferry.models.precision import KV_DTYPES, kv_dtype
+from kvferry.models.reading import read_model
 from kvferry.models.reserve import Allocator, EngineRules
 from kvferry.models.sizes import Sizing, stages, state_bytes, token_bytes
 
@@ -116,6 +117,49 @@ def test_stages_differ_by_at_most_one_layer(count: int, pipeline: int) -> None:
     spans = stages(count, pipeline)
     assert [index for span in spans for index in span] == list(range(count))
     assert max(map(len, spans)) - min(map(len, spans)) <= 1
+
+
+def longcat() -> Model:
+    config = {
+        "model_type": "longcat_flash", "num_layers": 28, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+    }  # fmt: skip
+    return read_model(config, name="longcat")
+
+
+@pytest.mark.parametrize("pipeline", [2, 3, 5, 28])
+def test_two_attentions_of_a_layer_stay_on_one_stage(pipeline: int) -> None:
+    """LongCat: 28 layers that keep 2 latents each, so a stage's bytes are its layers times twice one."""
+    model = longcat()
+    assert (model.layer_count, len(model.layers)) == (28, 56)
+    request = Sizing(model, BF16, pipeline=pipeline).request(1000)
+    assert request.gpu_live == math.ceil(28 / pipeline) * 2 * 576 * 2 * 1000
+    with pytest.raises(MisconfiguredError, match="--pp is 29 for 28 layers"):
+        Sizing(model, BF16, pipeline=29)
+
+
+@pytest.mark.parametrize("pipeline", [1, 2, 4, 61])
+def test_a_window_and_its_compressed_entries_stay_on_one_stage(pipeline: int) -> None:
+    """DeepSeek V4 Pro: the bytes of a stage are counted here from the config's own list of layers."""
+    model = find_model("deepseek-v4-pro")
+    assert model.layer_count == 61
+    ratios = dict(model.facts)["compress_ratios"][:61]
+    tokens = 131_072
+
+    def layer_bytes(ratio: int) -> int:
+        entry = 1024 + (256 if ratio == 4 else 0)
+        return 128 * 1024 + (tokens // ratio * entry if ratio > 1 else 0)
+
+    sizes = [sum(layer_bytes(ratios[i]) for i in stage) for stage in stages(61, pipeline)]
+    request = Sizing(model, BF16, pipeline=pipeline).request(tokens)
+    assert request.gpu_live == max(sizes)
+    assert request.replica_live == request.kv == sum(sizes)
+    with pytest.raises(MisconfiguredError, match="--pp is 62 for 61 layers"):
+        Sizing(model, BF16, pipeline=62)
+
+
+def test_entries_of_one_layer_carry_its_number() -> None:
+    assert longcat().numbers == tuple(number for number in range(28) for _ in range(2))
+    assert find_model("qwen3-8b").numbers == tuple(range(36))
 
 
 @given(ANY, DTYPES, RULES, TENSOR, TOKENS)

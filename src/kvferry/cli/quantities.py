@@ -20,18 +20,19 @@ from kvferry.values import parse_count
 MAX_TOKENS = 1 << 30
 MAX_TOKEN_BYTES = 1 << 30
 CONTEXTS = tuple(1 << power for power in range(12, 21))  # 4K to 1M
-_TOKENS = re.compile(r"(\d+(?:\.\d+)?)([KM]?)", re.IGNORECASE)
+_TOKENS = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMG]?)", re.IGNORECASE)
 
 
 def parse_tokens(text: str) -> int:
     """``28000``, ``128K`` (131,072) or ``1M`` (1,048,576). Raises MisconfiguredError."""
     match = _TOKENS.fullmatch(text.strip().replace(",", ""))
-    if match is None or len(text) > 20:
+    if match is None:
         raise MisconfiguredError(f"{text!r} is no number of tokens; write it like 28000 or 128K (x 1,024)")
-    number = int(float(match[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[match[2].upper()])
+    number = float(match[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[match[2].upper()]
     if not 1 <= number <= MAX_TOKENS:
-        raise MisconfiguredError(f"{text!r} is outside 1 to {MAX_TOKENS:,} tokens")
-    return number
+        shown = text if len(text) <= 40 else f"{text[:20]}..."
+        raise MisconfiguredError(f"{shown!r} is outside 1 to {MAX_TOKENS:,} tokens")
+    return int(number)
 
 
 def tokens(number: int) -> str:
@@ -128,16 +129,24 @@ def model_of(args: argparse.Namespace) -> Model:
     return find_model(args.model, dict(parse_override(text) for text in args.set or ()))
 
 
+def flag_count(flag: str, text: str, *, highest: int) -> int:
+    """A whole number from 1. Raises MisconfiguredError that names the flag."""
+    try:
+        return parse_count(text, lowest=1, highest=highest)
+    except MisconfiguredError as error:
+        raise MisconfiguredError(f"{flag}: {error}") from error
+
+
 def sizing_of(args: argparse.Namespace, model: Model, dtype: str = "") -> Sizing:
     """The model as served. ``dtype`` overrides that of the arguments. Raises MisconfiguredError."""
     return Sizing(
         model,
         kv_dtype(dtype or args.kv_dtype),
-        tensor=parse_count(args.tp, lowest=1, highest=MAX_RANKS),
-        pipeline=parse_count(args.pp, lowest=1, highest=MAX_RANKS),
+        tensor=flag_count("--tp", args.tp, highest=MAX_RANKS),
+        pipeline=flag_count("--pp", args.pp, highest=MAX_RANKS),
         engine=EngineRules(
-            block_tokens=parse_count(args.block_tokens, lowest=1, highest=1 << 16),
-            batched_tokens=parse_count(args.batched_tokens, lowest=1, highest=1 << 24),
+            block_tokens=flag_count("--block-tokens", args.block_tokens, highest=1 << 16),
+            batched_tokens=flag_count("--batched-tokens", args.batched_tokens, highest=1 << 24),
             allocator=Allocator(args.allocator),
         ),
     )

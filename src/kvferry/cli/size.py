@@ -82,7 +82,7 @@ def document(sizing: Sizing, contexts: list[int]) -> dict[str, Any]:
         ],
         "layers": [
             {
-                "layer": index,
+                "layer": number,
                 "kind": kind_name(layer),
                 "span": layer.span.value,
                 "span_tokens": layer.span_tokens,
@@ -93,7 +93,7 @@ def document(sizing: Sizing, contexts: list[int]) -> dict[str, Any]:
                 "state_bytes_per_gpu": state_bytes(layer, sizing.tensor),
                 "shares_layer": layer.shares_layer,
             }
-            for index, layer in enumerate(model.layers)
+            for number, layer in zip(model.numbers, model.layers, strict=True)
         ],
         "facts": dict(model.facts),
         "notes": notes_of(sizing, contexts),
@@ -106,7 +106,7 @@ def render(sizing: Sizing, contexts: list[int]) -> str:
     model = sizing.model
     gpus = sizing.tensor * sizing.pipeline
     lines = [
-        labelled("model", f"{model.name} ({model.model_type}), {len(model.layers)} layers"),
+        labelled("model", f"{model.name} ({model.model_type}), {model.layer_count} layers"),
         labelled("source", model.source or "-"),
         labelled(
             "served",
@@ -144,13 +144,13 @@ def render_layers(sizing: Sizing) -> str:
     """Layer by layer."""
     rows = [
         [
-            str(index),
+            str(number),
             kind_name(layer) if layer.shares_layer is None else f"KV of layer {layer.shares_layer}",
             f"{token_bytes(layer, sizing.dtype):,} B",
             f"{token_bytes(layer, sizing.dtype, sizing.tensor):,} B",
             f"{state_bytes(layer):,} B",
         ]
-        for index, layer in enumerate(sizing.model.layers)
+        for number, layer in zip(sizing.model.numbers, sizing.model.layers, strict=True)
     ]
     return table(("layer", "keeps", "per entry", "per entry and GPU", "state"), rows)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from kvferry.models.facts import MAX_LAYERS, Facts
-from kvferry.models.layers import Heads, Layer, Span
+from kvferry.models.layers import Heads, Index, Layer, Span
 
 SPANS = {
     "full_attention": Span.FULL,
@@ -25,10 +25,7 @@ FIXED_WIDTH = frozenset(
 
 def layer_count(facts: Facts) -> int:
     """``num_hidden_layers``, within bounds."""
-    count = facts.number("num_hidden_layers")
-    if count > MAX_LAYERS:
-        raise facts.refuse(f"num_hidden_layers is {count}: at most {MAX_LAYERS} are read")
-    return count
+    return facts.number("num_hidden_layers", highest=MAX_LAYERS)
 
 
 def head_dim(facts: Facts, default: int | None = None) -> int:
@@ -327,8 +324,6 @@ def hunyuan(facts: Facts) -> tuple[Layer, ...]:
 
 def minimax_m3(facts: Facts) -> tuple[Layer, ...]:
     """Sparse layers keep the key of an indexer beside their KV."""
-    from kvferry.models.layers import Index
-
     heads = plain_heads(facts)
     sparse = facts.inner("sparse_attention_config")
     if not sparse.flag("use_sparse_attention", default=True):

@@ -11,7 +11,7 @@ from typing import Any
 from kvferry.config import suggestion
 from kvferry.errors import MisconfiguredError
 from kvferry.models.layers import Model
-from kvferry.models.reading import read_model
+from kvferry.models.reading import NESTED, read_model
 
 MAX_CONFIG_BYTES = 64 << 20
 
@@ -115,8 +115,6 @@ def _apply(config: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> Ma
     """Fields go to where the language model's are: into the nested config where there is one."""
     if not overrides:
         return config
-    from kvferry.models.reading import NESTED
-
     for field in NESTED:
         nested = config.get(field)
         if isinstance(nested, Mapping) and nested:

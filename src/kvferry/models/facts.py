@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvferry.errors import MisconfiguredError
+from kvferry.values import parse_whole
 
 MAX_LAYERS = 4096
 MAX_DIM = 1 << 24
@@ -37,7 +38,9 @@ class Facts:
                 f"model's own config.json, or give it yourself like --set {first}=VALUE"
             )
 
-    def number(self, field: str, default: int | None = None, *, lowest: int = 1) -> int:
+    def number(
+        self, field: str, default: int | None = None, *, lowest: int = 1, highest: int = MAX_DIM
+    ) -> int:
         """A whole number. ``default``: what the architecture's reference code takes where it is left out.
 
         Raises MisconfiguredError where it is missing without a default, or is no such number.
@@ -47,9 +50,10 @@ class Facts:
             self.used[field] = default
             return default
         self.need(field)
-        value = self.fields[field]
-        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= MAX_DIM:
-            raise self.refuse(f"{field} is {value!r}: a whole number from {lowest} is needed")
+        try:
+            value = parse_whole(self.fields[field], lowest=lowest, highest=highest)
+        except MisconfiguredError as error:
+            raise self.refuse(f"{field}: {error}") from error
         self.used[field] = value
         return value
 

@@ -10,7 +10,7 @@ from kvferry.models.sizes import CONV_BYTES, Sizing, live_tokens, state_bytes, t
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Layers that are all alike. indices: which, counted from 0."""
+    """Entries that are all alike. indices: which of the model's, counted from 0."""
 
     layer: Layer
     indices: tuple[int, ...]
@@ -81,9 +81,13 @@ def explain(sizing: Sizing, tokens: int) -> list[str]:
     """Line by line from the config to the bytes of one request of ``tokens`` tokens, one copy."""
     lines = []
     sums = []
+    numbers = sizing.model.numbers
     for kind in kinds(sizing.model.layers):
         count = len(kind.indices)
-        head = f"{count} layer{'s' if count > 1 else ''}, {kind_name(kind.layer)}"
+        layers = len({numbers[index] for index in kind.indices})
+        head = f"{layers} layer{'s' if layers > 1 else ''}, {kind_name(kind.layer)}"
+        if layers < count:
+            head += f" {count // layers} times"
         if not kind.layer.keeps:
             lines.append(f"{head}: 0 B")
             continue

@@ -1,5 +1,7 @@
 """Layers of latent attention (MLA), with or without a sparse indexer."""
 
+from dataclasses import replace
+
 from kvferry.models.attention import layer_count
 from kvferry.models.facts import Facts
 from kvferry.models.layers import Index, Latent, Layer, Span
@@ -49,7 +51,7 @@ def compressed(facts: Facts) -> tuple[Layer, ...]:
             index = (
                 Index(facts.number("index_head_dim"), INDEX_SCALE_GROUP) if ratio == INDEXED_RATIO else None
             )
-            layers.append(Layer(Span.FULL, latent=kept, index=index, every=ratio))
+            layers.append(Layer(Span.FULL, latent=kept, index=index, every=ratio, beside=True))
     facts.note("a window and compressed entries of one layer are two entries here; reserved is a lower bound")
     note_drafts(facts)
     return tuple(layers)
@@ -61,7 +63,7 @@ def twice(facts: Facts) -> tuple[Layer, ...]:
         fields = {**facts.fields, "num_hidden_layers": facts.number("num_layers")}
         facts.fields = fields
     facts.note("each layer of this architecture attends twice: two entries here for one of the config")
-    return tuple(layer for layer in latent(facts) for _ in range(2))
+    return tuple(entry for layer in latent(facts) for entry in (layer, replace(layer, beside=True)))
 
 
 def index_layers(facts: Facts, count: int) -> list[bool]:

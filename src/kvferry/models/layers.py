@@ -5,7 +5,8 @@ says how many bytes those take, ``sizes`` adds them up.
 """
 
 import enum
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -77,6 +78,8 @@ class Layer:
 
     shares_layer: the layer whose KV it reads instead of keeping its own.
     every: tokens that one kept entry stands for; more than 1 where attention compresses.
+    beside: whether it is one more entry for the config's layer that the entry before belongs to. Such layers
+        are never cut by a pipeline split. Entries are alike without it.
     """
 
     span: Span
@@ -87,6 +90,7 @@ class Layer:
     state: State | None = None
     shares_layer: int | None = None
     every: int = 1
+    beside: bool = field(default=False, compare=False)
 
     @property
     def keeps(self) -> bool:
@@ -98,6 +102,7 @@ class Layer:
 class Model:
     """A model as far as its KV cache goes.
 
+    layers: what is kept, an entry for each layer of the config, or more where a layer keeps two things.
     facts: the fields of the config that this was read from, with their values.
     notes: what a reader of the numbers should know: defaults of the architecture, layers left out.
     max_context: the longest sequence the config allows, in tokens; 0 where it does not say.
@@ -111,3 +116,13 @@ class Model:
     notes: tuple[str, ...]
     source: str = ""
     parameters: float = 0.0  # weights in all, as published; 0 where not known
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The config's layer of each entry of ``layers``, counted from 0."""
+        return tuple(itertools.accumulate((not layer.beside for layer in self.layers), initial=-1))[1:]
+
+    @property
+    def layer_count(self) -> int:
+        """Layers of the config."""
+        return sum(not layer.beside for layer in self.layers)

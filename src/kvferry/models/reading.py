@@ -15,6 +15,15 @@ Reader = Callable[[Facts], tuple[Layer, ...]]
 NESTED = ("text_config", "llm_config", "language_config")
 CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
 
+# Heads, and those that they share: the second divides the first.
+HEADS = (
+    ("num_attention_heads", "num_key_value_heads"),
+    ("num_attention_heads", "num_global_key_value_heads"),
+    ("num_attention_heads", "num_attention_groups"),
+    ("swa_num_attention_heads", "swa_num_key_value_heads"),
+    ("linear_num_value_heads", "linear_num_key_heads"),
+)
+
 
 def _table(groups: Mapping[Reader, str]) -> dict[str, Reader]:
     return {name: reader for reader, names in groups.items() for name in names.split()}
@@ -87,6 +96,7 @@ def read_model(config: Mapping[str, Any], *, name: str, source: str = "", parame
             f"{_nearest(model_type)} if the layers are of a known kind, say which: --set model_type=llama"
         )
     facts = Facts(text, name=name, model_type=model_type)
+    _check_heads(Facts(text, name=name, model_type=model_type))
     layers = READERS[model_type](facts)
     if not any(layer.keeps for layer in layers):
         raise facts.refuse("no layer keeps KV or state; is this the model's own config.json?")
@@ -103,6 +113,19 @@ def read_model(config: Mapping[str, Any], *, name: str, source: str = "", parame
         source=source,
         parameters=parameters,
     )
+
+
+def _check_heads(facts: Facts) -> None:
+    """Heads that share a KV head are equally many everywhere. Raises MisconfiguredError."""
+    for field, sharing in HEADS:
+        if not facts.has(field):
+            continue
+        heads = facts.number(field)
+        if facts.has(sharing) and heads % facts.number(sharing):
+            raise facts.refuse(
+                f"{field} is {heads} and {sharing} is {facts.number(sharing)}: "
+                "the second has to divide the first"
+            )
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -162,6 +162,9 @@ def kimi_linear(facts: Facts) -> tuple[Layer, ...]:
     whole = Layer(
         Span.FULL, latent=Latent(facts.number("kv_lora_rank"), facts.number("qk_rope_head_dim", lowest=0))
     )
+    facts.note(
+        f"the config does not say how wide the state's elements are: float32, as {facts.model_type} has it"
+    )
     state = State(3 * heads * dim, linear.number("short_conv_kernel_size") - 1, heads, dim, dim, 4)
     return tuple(
         whole if layer in attending else Layer(Span.NONE, state=state) for layer in range(1, count + 1)

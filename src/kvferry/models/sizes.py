@@ -139,7 +139,7 @@ class Sizing:
         for layer in self.model.layers:
             token_bytes(layer, self.dtype, self.tensor)
             state_bytes(layer, self.tensor)
-        stages(len(self.model.layers), self.pipeline)
+        stages(self.model.layer_count, self.pipeline)
 
     @cached_property
     def full_token_bytes(self) -> int:
@@ -170,9 +170,12 @@ class Sizing:
 
     @cached_property
     def stage_layers(self) -> tuple[tuple[Layer, ...], ...]:
-        """The layers of each pipeline stage."""
-        layers = self.model.layers
-        return tuple(tuple(layers[i] for i in stage) for stage in stages(len(layers), self.pipeline))
+        """What each pipeline stage keeps: all entries of its layers."""
+        entries = tuple(zip(self.model.numbers, self.model.layers, strict=True))
+        return tuple(
+            tuple(layer for number, layer in entries if number in stage)
+            for stage in stages(self.model.layer_count, self.pipeline)
+        )
 
     def _rank(self, layers: tuple[Layer, ...], tokens: int) -> int:
         return sum(
