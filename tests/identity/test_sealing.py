@@ -235,7 +235,7 @@ def test_without_the_package_the_error_says_what_to_install(
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(MisconfiguredError, match=r"pip install 'kvferry\[encryption\]'"):
+    with pytest.raises(MisconfiguredError, match=r"pip install cryptography"):
         KeyRing.load(key_file(tmp_path, A))
 
 

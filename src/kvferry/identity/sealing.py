@@ -153,5 +153,5 @@ def _must_have_package() -> None:
         import cryptography.hazmat.primitives.ciphers  # noqa: F401
     except ImportError as error:
         raise MisconfiguredError(
-            "encryption needs the package cryptography: pip install 'kvferry[encryption]'"
+            "encryption needs the package cryptography: pip install cryptography"
         ) from error
