@@ -92,7 +92,19 @@ def test_a_context_reads_as_tokens_or_in_powers_of_1024(capsys: pytest.CaptureFi
         (("size", "qwen3-8b", "--set", "num_key_value_heads=null"), "no num_key_value_heads"),
         (("concurrency", "qwen3-8b"), "--gpu"),
         (("concurrency", "qwen3-8b", "--gpu", "h10"), "did you mean h100"),
-        (("concurrency", "qwen3-8b", "--gpu", "h100", "--tp", "2", "--count", "3"), "multiple of 2"),
+        (("concurrency", "qwen3-8b", "--gpu", "h100", "--tp", "2", "--gpus", "3"), "multiple of 2"),
+        (("concurrency", "qwen3-8b", "--gpu", "h100", "--gpus", "0"), "--gpus: 0 is outside 1 to"),
+        (("concurrency", "qwen3-8b", "--gpu", "h100", "--gpus", ""), "--gpus: '' is not a whole number"),
+        (("concurrency", "qwen3-8b", "--gpu", "h100", "--gpus-file", ""), "--gpus-file: ''"),
+        (("concurrency", "qwen3-8b", "--gpu", "h100", "--gpu-memory", "0"), "--gpu-memory is 0"),
+        (("concurrency", "qwen3-8b", "--gpu", "h100", "--gpu-memory", "3GB"), "overhead alone takes"),
+        (("concurrency", "qwen3-8b", "--gpu", "h100", "--weights", ""), "--weights: '' is not a size"),
+        (("concurrency", "qwen3-8b", "--gpu", "h100", "--lengths", ""), "'' is no number of tokens"),
+        (
+            ("concurrency", "qwen3-8b", "--gpu", "h100", "--lengths", "4K:1e308,8K:1e308"),
+            "at most 1,000,000,",
+        ),
+        (("concurrency", "qwen3-8b", "--gpu", "h100", "--lengths", "4K:nan"), "not above 0"),
         (("concurrency", "qwen3-8b", "--gpu", "h100", "--utilization", "90"), "at most 1"),
         (("concurrency", "qwen3-8b", "--gpu", "h100", "--lengths", "4K:0"), "not above 0"),
         (("concurrency", "qwen3-8b", "--gpu", "h100", "--lengths", "4K:x"), "no number"),
@@ -105,7 +117,7 @@ def test_what_makes_no_sense_is_refused_in_a_line_that_helps(
 
 
 def test_requests_in_flight_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ("concurrency", "llama-3.3-70b", "--gpu", "h100", "--tp", "4", "--count", "16", "--json")
+    argv = ("concurrency", "llama-3.3-70b", "--gpu", "h100", "--tp", "4", "--gpus", "16", "--json")
     document = json.loads(shown(capsys, *argv, "--weights-dtype", "fp8", "--context", "32K"))
     assert document["replicas"] == 4
     by_dtype = {row["kv_dtype"]: row for row in document["requests_in_flight"]}

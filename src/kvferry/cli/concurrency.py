@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from kvferry.cli.quantities import (
     add_model_arguments,
     binary,
     default_contexts,
+    flag_count,
     formula,
     model_of,
     notes_of,
@@ -32,10 +32,11 @@ from kvferry.models.concurrency import (
 )
 from kvferry.models.gpus import Gpu, find_gpu, gpus
 from kvferry.models.sizes import Sizing
-from kvferry.values import parse_count
+from kvferry.values import parse_path
 
 MAX_LENGTHS = 1_000_000
 MAX_GPUS = 1 << 20
+MAX_SHARE = 1e12
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, the GPUs, and what else is in their memory."""
     add_model_arguments(parser)
     parser.add_argument("--gpu", metavar="NAME", help="of the catalogue: h100, h200, b200, l40s ...")
-    parser.add_argument("--count", metavar="N", help="GPUs in all (those of one replica)")
+    parser.add_argument("--gpus", metavar="N", help="GPUs in all (those of one replica)")
     parser.add_argument("--utilization", default="0.9", metavar="SHARE", help="gpu_memory_utilization (0.9)")
     parser.add_argument("--weights", metavar="SIZE", help="of all weights, like 16GB")
     parser.add_argument("--weights-dtype", choices=list(WEIGHT_BYTES), help="parameters x this (bf16)")
@@ -68,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--overhead", default="3GB", metavar="SIZE", help="per GPU: activations, graphs (3GB)"
     )
     parser.add_argument("--gpu-memory", metavar="SIZE", help="of one GPU, in place of the catalogue's")
-    parser.add_argument("--gpus", metavar="FILE", help="TOML with GPUs of your own, prices too")
+    parser.add_argument("--gpus-file", metavar="FILE", help="TOML with GPUs of your own, prices too")
     parser.add_argument("--context", action="append", metavar="TOKENS", help="length of a request (4K to 1M)")
     parser.add_argument("--lengths", metavar="MIX", help="as 4K:50,32K:40,128K:10, or a file of lengths")
     parser.add_argument("--explain", action="store_true", help="the formula with its numbers")
@@ -95,8 +96,10 @@ def parse_lengths(text: str) -> tuple[LengthShare, ...]:
             weight = float(share)
         except ValueError as error:
             raise MisconfiguredError(f"share {share!r} of length {length!r} is no number") from error
-        if not 0 < weight < math.inf:
-            raise MisconfiguredError(f"share {share!r} of length {length!r} is not above 0")
+        if not 0 < weight <= MAX_SHARE:
+            raise MisconfiguredError(
+                f"share {share!r} of length {length!r} is not above 0 and at most {MAX_SHARE:,.0f}"
+            )
         key = parse_tokens(length)
         weights[key] = weights.get(key, 0.0) + weight
     whole = sum(weights.values())
@@ -110,29 +113,51 @@ def _utilization(text: str) -> float:
         raise MisconfiguredError(f"utilization {text!r} is no number; write it like 0.9") from error
 
 
+def _size(flag: str, text: str | None) -> int | None:
+    try:
+        return None if text is None else parse_size(text)
+    except MisconfiguredError as error:
+        raise MisconfiguredError(f"{flag}: {error}") from error
+
+
+def _gpus_file(args: argparse.Namespace) -> Path | None:
+    try:
+        return None if args.gpus_file is None else parse_path(args.gpus_file)
+    except MisconfiguredError as error:
+        raise MisconfiguredError(f"--gpus-file: {error}") from error
+
+
 def plan_of(args: argparse.Namespace) -> Plan:
     """The arguments as one plan. Raises MisconfiguredError."""
     if not args.gpu:
         raise MisconfiguredError("no GPU given; name one like --gpu h100 (--list-gpus shows them)")
     model = model_of(args)
-    gpu = find_gpu(args.gpu, Path(args.gpus).expanduser() if args.gpus else None)
+    gpu = find_gpu(args.gpu, _gpus_file(args))
     sizings = tuple(sizing_of(args, model, dtype) for dtype in dict.fromkeys((args.kv_dtype, "bf16", "fp8")))
     if args.kv_dtype not in ("bf16", "fp8"):
         sizings = (sizings[0], sizings[-1])
     elif args.kv_dtype == "fp8":
         sizings = sizings[::-1]
     ranks = sizings[0].tensor * sizings[0].pipeline
-    count = parse_count(args.count, lowest=1, highest=MAX_GPUS) if args.count else ranks
+    count = ranks if args.gpus is None else flag_count("--gpus", args.gpus, highest=MAX_GPUS)
     if count % ranks:
         raise MisconfiguredError(
             f"{count} GPUs are no whole replicas of TP {sizings[0].tensor} x PP {sizings[0].pipeline}; "
             f"give a multiple of {ranks}"
         )
-    weights = weights_of(model, args.weights_dtype, parse_size(args.weights) if args.weights else None)
-    memory = parse_size(args.gpu_memory) if args.gpu_memory else gpu.memory_bytes
-    budget = Budget(memory, _utilization(args.utilization), weights.nbytes, ranks, parse_size(args.overhead))
+    weights = weights_of(model, args.weights_dtype, _size("--weights", args.weights))
+    memory = _size("--gpu-memory", args.gpu_memory)
+    if memory == 0:
+        raise MisconfiguredError("--gpu-memory is 0: give what one GPU has, like 80GB")
+    budget = Budget(
+        gpu.memory_bytes if memory is None else memory,
+        _utilization(args.utilization),
+        weights.nbytes,
+        ranks,
+        _size("--overhead", args.overhead) or 0,
+    )
     contexts = [parse_tokens(text) for text in args.context or ()] or default_contexts(model)
-    lengths = parse_lengths(args.lengths) if args.lengths else ()
+    lengths = () if args.lengths is None else parse_lengths(args.lengths)
     return Plan(gpu, count, budget, weights, sizings, tuple(contexts), lengths)
 
 
@@ -288,7 +313,7 @@ def render_gpus(file: Path | None) -> str:
 def main(args: argparse.Namespace) -> int:
     """Print how many requests fit, or the GPUs known."""
     if args.list_gpus:
-        file = Path(args.gpus).expanduser() if args.gpus else None
+        file = _gpus_file(args)
         print(
             json.dumps([asdict(gpu) for gpu in gpus(file).values()], indent=2)
             if args.json

@@ -40,6 +40,12 @@ class Budget:
         """Raise MisconfiguredError where the model does not fit."""
         if not 0 < self.utilization <= 1:
             raise MisconfiguredError(f"utilization is {self.utilization:g}: give a share above 0, at most 1")
+        if self.usable_bytes <= self.overhead_bytes:
+            raise MisconfiguredError(
+                f"of {self.memory_bytes / 1e9:.1f} GB per GPU the engine may use "
+                f"{self.usable_bytes / 1e9:.1f} GB, and overhead alone takes {self.overhead_bytes / 1e9:.1f} GB; use a larger GPU "
+                "(--gpu, --gpu-memory) or a smaller --overhead"
+            )
         if self.kv_bytes <= 0:
             raise MisconfiguredError(
                 f"the model does not fit: of {self.memory_bytes / 1e9:.1f} GB per GPU the engine may use "

@@ -63,7 +63,7 @@ def find_gpu(name: str, file: Path | None = None) -> Gpu:
     plain = name.strip().lower().replace(" ", "-").replace("_", "-")
     if plain not in names:
         raise MisconfiguredError(
-            f"GPU {name!r} is not known; {suggestion(plain, known)}; add it in a file, named with --gpus"
+            f"GPU {name!r} is not known; {suggestion(plain, known)}; add it in a file, named with --gpus-file"
         )
     return names[plain]
 
