@@ -44,7 +44,8 @@ class Budget:
             raise MisconfiguredError(
                 f"of {self.memory_bytes / 1e9:.1f} GB per GPU the engine may use "
                 f"{self.usable_bytes / 1e9:.1f} GB, and overhead alone takes "
-                f"{self.overhead_bytes / 1e9:.1f} GB; use a larger GPU (--gpu, --gpu-memory) or a smaller --overhead"
+                f"{self.overhead_bytes / 1e9:.1f} GB; use a larger GPU (--gpu, --gpu-memory) "
+                "or a smaller --overhead"
             )
         if self.kv_bytes <= 0:
             raise MisconfiguredError(
