@@ -11,20 +11,26 @@ standard input and ends when that does.
 
 import argparse
 import contextlib
+import math
 import selectors
 import socket
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Self
+from collections.abc import Callable, Sequence
+from typing import NoReturn, Self
 
-from kvferry.errors import BrokenError, ClosedError, KvferryError, RefusedError
+from kvferry.errors import BrokenError, ClosedError, KvferryError, MisconfiguredError, RefusedError
 from kvferry.testing.faults import Corrupt, Cut, Ending, Insert, Way, soonest
 from kvferry.testing.relay import HELD_POLL_S, Link, Side, shut
+from kvferry.values import parse_count
 
 _ANSWER_S = 20.0
+MAX_DELAY_S = 3600.0
+MIN_RATE_BYTES_S, MAX_RATE_BYTES_S = 1.0, 1e12
+MAX_BYTE = 1 << 62
+MAX_FAULT_BYTES = 1 << 30  # of one fault: as many random bytes are made at once
 
 
 class Proxy:
@@ -245,6 +251,8 @@ def obey(proxy: Proxy, line: str) -> None:
                 _bend(proxy.replies, words)
             case _:
                 raise RefusedError(f"{line.strip()!r} is no command: see --help")
+    except MisconfiguredError as error:
+        raise RefusedError(f"{line.strip()!r}: {error}: see --help") from error
     except (ValueError, KeyError) as error:
         raise RefusedError(f"{line.strip()!r}: {error} is not understood: see --help") from error
 
@@ -252,39 +260,104 @@ def obey(proxy: Proxy, line: str) -> None:
 def _bend(way: Way, words: list[str]) -> None:
     match words:
         case ["latency_s", number]:
-            way.latency_s = float(number)
+            way.latency_s = _number(number, lowest=0.0, highest=MAX_DELAY_S)
         case ["rate_bytes_s", number]:
-            way.rate_bytes_s = float(number) or None
+            way.rate_bytes_s = _rate(number)
         case ["close_delay_s", number]:
-            way.close_delay_s = float(number)
+            way.close_delay_s = _number(number, lowest=0.0, highest=MAX_DELAY_S)
         case ["black_hole", switch]:
             way.black_hole = _SWITCH[switch]
         case ["cut", byte, *how]:
-            way.once(Cut(int(byte), *map(Ending, how)))
-        case ["corrupt", byte, *count]:
-            way.once(Corrupt(int(byte), *map(int, count)))
-        case ["insert", byte, *count]:
-            way.once(Insert(int(byte), *map(int, count)))
+            way.once(Cut(_byte(byte), *map(Ending, how)))
+        case ["corrupt", byte]:
+            way.once(Corrupt(_byte(byte)))
+        case ["corrupt", byte, count]:
+            way.once(Corrupt(_byte(byte), parse_count(count, lowest=1, highest=MAX_FAULT_BYTES)))
+        case ["insert", byte]:
+            way.once(Insert(_byte(byte)))
+        case ["insert", byte, count]:
+            way.once(Insert(_byte(byte), parse_count(count, lowest=1, highest=MAX_FAULT_BYTES)))
         case _:
             raise ValueError(" ".join(words))
 
 
-def main() -> int:
-    """Serve until standard input ends."""
-    parser = argparse.ArgumentParser(
+def _byte(text: str) -> int:
+    return parse_count(text, lowest=0, highest=MAX_BYTE)
+
+
+def _number(text: str, *, lowest: float, highest: float) -> float:
+    """Within bounds. Raises MisconfiguredError."""
+    try:
+        number = float(text)
+    except ValueError as error:
+        raise MisconfiguredError(f"{text!r} is no number") from error
+    if not (math.isfinite(number) and lowest <= number <= highest):
+        raise MisconfiguredError(f"{text!r} is outside {lowest:g} to {highest:g}")
+    return number
+
+
+def _rate(text: str) -> float | None:
+    """Bytes per second; 0 for no limit. Raises MisconfiguredError."""
+    if _number(text, lowest=0.0, highest=MAX_RATE_BYTES_S) == 0:
+        return None
+    return _number(text, lowest=MIN_RATE_BYTES_S, highest=MAX_RATE_BYTES_S)
+
+
+def _target(text: str) -> tuple[str, int]:
+    """HOST:PORT; the brackets of an IPv6 address are left out. Raises MisconfiguredError."""
+    host, _, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    if not host:
+        raise MisconfiguredError(f"{text!r} is not HOST:PORT, like 127.0.0.1:6379")
+    return host, parse_count(port, lowest=1, highest=65535)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Complains in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what ``main`` prints."""
+        raise MisconfiguredError(f"{message}: see --help")
+
+
+def _started(argv: Sequence[str] | None) -> Proxy:
+    """The proxy that the arguments ask for. Raises MisconfiguredError."""
+    parser = _Parser(
         prog="python -m kvferry.testing.proxy",
         description="A TCP proxy that misbehaves on demand. Prints its port; ends with its standard input.",
         epilog=_COMMANDS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--target", required=True, metavar="HOST:PORT")
-    parser.add_argument(
-        "--port", type=int, default=0, help="to listen on, at 127.0.0.1; any free one if not given"
-    )
-    parser.add_argument("--rate-bytes-s", type=float, metavar="N", help="each way, over all connections")
-    arguments = parser.parse_args()
-    host, _, port = arguments.target.rpartition(":")
-    with Proxy((host, int(port)), rate_bytes_s=arguments.rate_bytes_s, port=arguments.port) as proxy:
+    parser.add_argument("--port", default="0", help="to listen on, at 127.0.0.1; any free one if not given")
+    parser.add_argument("--rate-bytes-s", default="0", metavar="N", help="each way, over all connections")
+    arguments = parser.parse_args(argv)
+    flag = "--target"
+    try:
+        target = _target(arguments.target)
+        flag = "--port"
+        port = parse_count(arguments.port, lowest=0, highest=65535)
+        flag = "--rate-bytes-s"
+        rate = _rate(arguments.rate_bytes_s)
+    except MisconfiguredError as error:
+        raise MisconfiguredError(f"{flag}: {error}") from error
+    try:
+        return Proxy(target, rate_bytes_s=rate, port=port)
+    except (socket.gaierror, UnicodeError) as error:
+        raise MisconfiguredError(f"--target: the host {target[0]!r} is not found: {error}") from error
+    except OSError as error:
+        raise MisconfiguredError(f"--port: cannot listen on {port}: {error.strerror}") from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until standard input ends. 2 where the arguments make no sense."""
+    try:
+        started = _started(argv)
+    except MisconfiguredError as error:
+        sys.stderr.write(f"kvferry.testing.proxy: {error}\n")
+        return 2
+    with started as proxy:
         sys.stdout.write(f"{proxy.port}\n")
         sys.stdout.flush()
         for line in sys.stdin:
