@@ -42,6 +42,65 @@ def test_a_cut_last_block_does_not_hide_that_a_prompt_continues() -> None:
     assert found.conversations == 1
 
 
+def test_one_shot_prompts_of_one_system_prompt_are_no_conversation() -> None:
+    system = list(range(10))
+    hashed = log_of([[*system, 100 + number] for number in range(100)], short=1)
+    assert patterns.conversations(hashed).conversations == 100
+    full_only = ReuseLog(BLOCK_TOKENS)  # as logs of text and tokens are: what fills no block has no key
+    for number in range(100):
+        own = 1 + 5 * number % 7
+        keys = [*system, *[100 + number] * (own // BLOCK_TOKENS)]
+        size = 10 * BLOCK_TOKENS + own
+        full_only.add(Request(None, size, None, array("q", keys).tobytes()))
+    assert patterns.conversations(full_only).conversations >= 99
+
+
+def test_equal_prompts_are_no_turns() -> None:
+    assert patterns.conversations(log_of([[1, 2], [1, 2], [1, 2]])).conversations == 3
+
+
+def test_a_short_tail_without_a_key_does_not_hide_that_a_prompt_continues() -> None:
+    log = ReuseLog(BLOCK_TOKENS)
+    for keys, tail in (([1, 2], 3), ([1, 2, 3], 1), ([1, 2, 3, 4], 2)):
+        log.add(Request(None, len(keys) * BLOCK_TOKENS + tail, None, array("q", keys).tobytes()))
+    assert list(patterns.conversations(log).turns) == [3]
+
+
+def test_requests_without_content_leave_the_working_set_alone() -> None:
+    log = log_of([[1, 2]])
+    log.add(Request(None, 40, None, None))
+    assert [part.new_tokens for part in patterns.slices(log, by_time=False)] == [2 * BLOCK_TOKENS, 0]
+
+
+def test_slices_are_no_more_than_requests() -> None:
+    assert len(patterns.slices(log_of([[1], [2], [3]]), by_time=False)) == 3
+    assert len(patterns.slices(timed((0, [1], None), (9, [2], None)), by_time=True)) == 2
+
+
+def test_quantiles_are_the_nearest_rank() -> None:
+    assert findings.quantiles(range(1, 101)) == {"p50": 50, "p90": 90, "p99": 99, "max": 100}
+    assert findings.quantiles([7]) == {"p50": 7, "p90": 7, "p99": 7, "max": 7}
+
+
+def test_times_of_different_clocks_are_not_compared() -> None:
+    log = timed((50, [1], "a"), (0, [1], "b"), (3, [1], "b"))
+    found = findings.gaps(log, clock=Clock.SESSION)
+    assert found is not None
+    assert (found["reused_tokens"], found["left_out_tokens"], found["longest_s"]) == (4, 4, 3)
+    log = ReuseLog(BLOCK_TOKENS)
+    for file, time_s in ((1, 5.0), (1, 6.0), (2, 0.0)):
+        log.add(Request(time_s, BLOCK_TOKENS, None, bytes(8)), clock=file)
+    found = findings.gaps(log)
+    assert found is not None
+    assert (found["reused_tokens"], found["left_out_tokens"]) == (BLOCK_TOKENS, BLOCK_TOKENS)
+
+
+def test_gaps_that_go_back_are_counted_apart() -> None:
+    found = findings.gaps(timed((50, [1], None), (40, [1], None), (60, [1], None)))
+    assert found is not None
+    assert (found["reused_tokens"], found["backwards_tokens"]) == (BLOCK_TOKENS, BLOCK_TOKENS)
+
+
 def test_what_a_session_left_itself_is_not_credited_to_others() -> None:
     log = timed((0, [1, 2], "a"), (1, [1, 2], "b"), (2, [1, 2, 3], "b"), (3, [1, 2, 3], None))
     assert patterns.sharing(log, log.session) == patterns.Sharing(2 * BLOCK_TOKENS, 5 * BLOCK_TOKENS)
@@ -155,6 +214,8 @@ def test_programs_get_the_same_figures(analyze: Callable[..., str]) -> None:
         (["--capacities", "1KiB", "--kv-bytes-per-token", "131072"], "1KiB", "give more"),
         (["--kv-bytes-per-token", "many"], "'many'", "whole number"),
         (["--block-tokens", "0"], "0", "1 to"),
+        (["--capacities", "", "--kv-bytes-per-token", "9"], "''", "512GiB"),
+        (["--capacities", "much", "--kv-bytes-per-token", "9"], "--capacities", "much"),
     ],
 )
 def test_a_mistake_is_named_with_a_way_out(
@@ -169,6 +230,23 @@ def test_a_mistake_is_named_with_a_way_out(
 def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["analyze", "/nonexistent/trace"]) == 2
     assert "/nonexistent/trace" in capsys.readouterr().err
+
+
+def test_a_file_given_twice_is_refused(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = trace.with_name("link")
+    other.symlink_to(trace)
+    assert main(["analyze", str(trace), str(other)]) == 2
+    assert "twice" in capsys.readouterr().err
+
+
+def test_tokens_without_content_are_named_where_they_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content, lengths = tmp_path / "a", tmp_path / "b"
+    content.write_text(json.dumps({"prompt": "word " * 500}) + "\n")
+    lengths.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n1,100,1\n")
+    assert main(["analyze", str(content), str(lengths)]) == 0
+    assert "1 requests do not say what they share" in capsys.readouterr().out
 
 
 def test_the_page_stands_alone_with_a_line_per_policy(analyze: Callable[..., str], tmp_path: Path) -> None:

@@ -21,8 +21,10 @@ PLAIN: dict[Policy, Callable[[Sequence[Sequence[int]], int], list[int]]] = {
     Policy.FIFO: brute.fifo,
     Policy.OPTIMUM: brute.optimum,
 }
-TRACES = Path(os.environ.get("KVFERRY_TRACES", Path(__file__).parents[3] / "shared/data/traces"))
-MOONCAKE = TRACES / "mooncake_conversation_trace.jsonl"
+SMALL = Path(__file__).with_name("conversations.jsonl")
+_BESIDE = Path(__file__).parents[3] / "shared/data"
+_DATA = os.environ.get("KVFERRY_TEST_DATA") or (_BESIDE if _BESIDE.is_dir() else None)
+MOONCAKE = None if _DATA is None else Path(_DATA) / "traces/mooncake_conversation_trace.jsonl"
 
 
 @st.composite
@@ -80,14 +82,41 @@ def test_no_policy_beats_the_optimum_nor_the_optimum_a_cache_that_never_forgets(
     assert lru[-1] == fifo[-1] == optimum[-1] == unbounded(log)
 
 
-@pytest.mark.skipif(not MOONCAKE.exists(), reason=f"no {MOONCAKE.name} (KVFERRY_TRACES)")
-def test_the_conversation_trace_gives_the_published_hit_rates() -> None:
-    source, malformed = TraceFile(MOONCAKE), Malformed()
+def logged(path: Path) -> ReuseLog:
+    source, malformed = TraceFile(path), Malformed()
     assert source.reader.block_tokens == 512
     log = ReuseLog(512)
     for request in source.requests(malformed):
         log.add(request)
-    assert (len(log), malformed.lines) == (12_031, 0)
+    assert not malformed.lines
+    return log
+
+
+def test_a_trace_in_the_repository_gives_known_hit_rates() -> None:
+    log = logged(SMALL)
+    assert (len(log), log.distinct_blocks) == (240, 812)
+    half = sum(log.input_tokens[len(log) // 2 :])
+
+    def rates(policy: Policy) -> list[float]:
+        found = hits(log, policy, (32, 64, 128, 256, 512))
+        return [round(100 * at.last_half_tokens / half, 1) for at in found]
+
+    assert rates(Policy.LRU) == [27.5, 37.2, 52.6, 66.5, 66.5]
+    assert rates(Policy.FIFO) == [20.0, 29.1, 44.4, 54.1, 64.6]
+    assert rates(Policy.OPTIMUM) == [47.1, 60.1, 66.5, 66.5, 66.5]
+    cold = unbounded(log)
+    assert round(100 * cold.last_half_tokens / half, 1) == 66.5
+    assert round(100 * cold.tokens / sum(log.input_tokens), 1) == 64.8
+
+
+@pytest.mark.skipif(
+    MOONCAKE is None or not MOONCAKE.exists(),
+    reason="KVFERRY_TEST_DATA names no folder with traces/mooncake_conversation_trace.jsonl",
+)
+def test_the_conversation_trace_gives_the_published_hit_rates() -> None:
+    assert MOONCAKE is not None
+    log = logged(MOONCAKE)
+    assert len(log) == 12_031
     half = sum(log.input_tokens[len(log) // 2 :])
     kv_bytes = 2 * 80 * 8 * 128 * 2  # per token: 80 layers, 8 heads of 128, keys and values, bf16
     capacities = [(gib << 30) // (512 * kv_bytes) for gib in (512, 1024, 2048, 4096, 8192)]

@@ -23,6 +23,7 @@ from kvferry.values import parse_count, parse_path
 
 MAX_CAPACITIES = 32
 MAX_BREAKS_SHOWN = 8
+DATES_FROM_S = 9e8  # times from here on are since 1970, and thus comparable from file to file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,11 +48,13 @@ def main(args: argparse.Namespace) -> int:
     """Read, analyse, print. 1: no line gave a request."""
     per_token = token_bytes_of(args)
     size = _number("--block-tokens", args.block_tokens, MAX_BLOCK_TOKENS)
+    _refuse_twice(args.files)
     malformed, sources = Malformed(), [TraceFile(Path(name), block_tokens=size) for name in args.files]
     log, breaks = ReuseLog(_block_tokens(sources)), Breaks()
-    for source in sources:
+    for number, source in enumerate(sources, 1):
         for request in source.requests(malformed):
-            log.add(request)
+            dated = source.reader.clock is Clock.TRACE and (request.time_s or 0.0) >= DATES_FROM_S
+            log.add(request, clock=0 if dated else number)
             if request.parts:
                 breaks.add(request)
     found = {
@@ -61,6 +64,7 @@ def main(args: argparse.Namespace) -> int:
                 "format": source.reader.format,
                 "lines": source.lines,
                 "other_lines": source.other_lines,
+                "cut": source.cut,
                 "clock": source.reader.clock.value,
                 "note": source.reader.note,
             }
@@ -90,6 +94,15 @@ def main(args: argparse.Namespace) -> int:
     if not len(log):
         print("kvferry: no line gave a request; see the reasons above", file=sys.stderr)
     return 0 if len(log) else 1
+
+
+def _refuse_twice(names: list[str]) -> None:
+    seen = set()
+    for name in names:
+        path = Path(name).resolve()
+        if path in seen:
+            raise MisconfiguredError(f"{name} is given twice, and would reuse all of itself; name it once")
+        seen.add(path)
 
 
 def _write_page(path: Path, found: dict[str, Any], per_token: int | None) -> None:
@@ -135,12 +148,17 @@ def _capacities(text: str | None, log: ReuseLog, per_token: int | None) -> list[
         raise MisconfiguredError(
             "--capacities needs --model or --kv-bytes-per-token, which says how many blocks they hold"
         )
-    names = text.split(",")
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise MisconfiguredError(f"--capacities {text!r} lacks a size; give sizes as 512GiB,1TiB")
     if len(names) > MAX_CAPACITIES:
         raise MisconfiguredError(f"--capacities has {len(names)} sizes; give at most {MAX_CAPACITIES}")
     found = set()
     for name in names:
-        blocks = parse_size(name) // (per_token * log.block_tokens)
+        try:
+            blocks = parse_size(name) // (per_token * log.block_tokens)
+        except MisconfiguredError as error:
+            raise MisconfiguredError(f"--capacities: {error}") from error
         if blocks < 1:
             raise MisconfiguredError(
                 f"--capacities {name}: a block of {log.block_tokens} tokens takes "
@@ -172,6 +190,9 @@ def render(found: dict[str, Any]) -> str:
     if reuse is None:
         lines.append(labelled("reuse", "unknown: this trace does not say which prompts share content"))
         return "\n".join(lines)
+    if unknown := reuse["requests_without_content"]:
+        text = f"{count(unknown)} requests do not say what they share; their tokens count as not reusable"
+        lines.append(labelled("unknown", text))
     lines.append(labelled("distinct", _distinct(reuse, found)))
     lines.append(labelled("reusable", _reusable(reuse["hit_rate"])))
     lines += _people(reuse)
@@ -184,10 +205,26 @@ def render(found: dict[str, Any]) -> str:
         gaps = reuse["gaps"]["within"]
         head = [duration(gap["gap_s"]) for gap in gaps]
         lines.append(table(head, [[_percent(gap["share"]) for gap in gaps]]))
+        lines += _uncounted(reuse["gaps"])
     lines += _breaks(found["breaks"])
     lines += ["", "Working set over the trace; hits are those of a cache that never forgets:"]
     lines.append(_slices(reuse["slices"], reuse["over"], per_token))
     return "\n".join(lines)
+
+
+def _uncounted(gaps: dict[str, Any]) -> list[str]:
+    lines = []
+    if gaps["left_out_tokens"]:
+        lines.append(
+            f"Left out: {compact(gaps['left_out_tokens'])} tokens last used in a session or file with a "
+            "clock of its own"
+        )
+    if gaps["backwards_tokens"]:
+        lines.append(
+            f"Left out: {compact(gaps['backwards_tokens'])} tokens last used at a later time, as the file's "
+            "order has it"
+        )
+    return lines
 
 
 def _people(reuse: dict[str, Any]) -> list[str]:
@@ -259,6 +296,8 @@ def _file(source: dict[str, Any]) -> str:
     text = f"{source['path']}: {source['format']}, {count(source['lines'])} lines"
     if source["other_lines"]:
         text += f", {count(source['other_lines'])} of them no requests"
+    if source["cut"]:
+        text += "; damaged or cut short, only what comes before that was read"
     if source["clock"] == "session":
         text += "; sessions are timed each from its own start and read one after another"
     return text + (f"; {source['note']}" if source["note"] else "")

@@ -13,10 +13,11 @@ from operator import attrgetter
 import msgspec
 
 from kvferry.traces import blocks
-from kvferry.traces.formats import Clock, Opening, reason
-from kvferry.traces.request import MalformedError, Request
+from kvferry.traces.formats import Clock, Opening, decoded
+from kvferry.traces.request import MAX_TOKENS, MalformedError, Request
 
 _LOCAL_BITS = 32
+_SCOPE_BITS = 62  # a scope and an identifier make a key of 63 bits
 _MAX_DEPTH = 8
 
 
@@ -44,8 +45,9 @@ class AgentSessions:
     clock = Clock.SESSION
     note = ""
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, file: str) -> None:
         self.block_tokens = block_tokens
+        self._file = file
         self._decoder = msgspec.json.Decoder(_Session)
         self._sessions = 0
 
@@ -55,20 +57,18 @@ class AgentSessions:
         for record in opening.objects:
             size = record.get("block_size")
             if isinstance(record.get("requests"), list) and isinstance(size, int) and size > 0:
-                return cls(size)
+                return cls(size, str(opening.path))
         return None
 
     def requests(self, line: bytes) -> Iterable[Request]:
         """A session's requests. Raises MalformedError."""
-        try:
-            session = self._decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise MalformedError(reason(error)) from error
+        session = decoded(line, self._decoder)
         if session.block_size != self.block_tokens:
             raise MalformedError("block_size is not that of the sessions before")
         self._sessions += 1
-        scope = self._sessions if session.hash_id_scope == "local" else 0
-        name = str(session.id) or f"session {self._sessions}"
+        place = f"{self._file} session {self._sessions}"
+        scope = blocks.seed_of(place) >> (64 - _SCOPE_BITS) if session.hash_id_scope == "local" else 0
+        name = str(session.id) or place
         found = list(_turns(session.requests, start_s=0.0, depth=0))
         made = [self._request(turn, at_s, name, scope) for at_s, turn in found]
         return sorted(made, key=attrgetter("time_s"))
@@ -76,8 +76,9 @@ class AgentSessions:
     def _request(self, turn: _Turn, at_s: float, session: str, scope: int) -> Request:
         if turn.input_tokens is None or turn.input_tokens < 1:
             raise MalformedError("a request of the session has no input tokens")
-        keys = _keys(turn, scope)
-        if keys is not None and len(keys) // 8 > -(-turn.input_tokens // self.block_tokens):
+        most = -(-min(turn.input_tokens, MAX_TOKENS) // self.block_tokens)
+        keys = _keys(turn, scope, most)
+        if keys is not None and len(keys) // 8 > most:
             raise MalformedError("a request of the session has more blocks than input tokens")
         return Request(
             time_s=at_s,
@@ -99,20 +100,19 @@ def _turns(requests: Iterable[_Turn], *, start_s: float, depth: int) -> Iterator
             yield from _turns(turn.requests, start_s=start_s + turn.t, depth=depth + 1)
 
 
-def _keys(turn: _Turn, scope: int) -> bytes | None:
-    """Block keys, told apart from those of other sessions where identifiers are local."""
-    base = scope << _LOCAL_BITS
+def _keys(turn: _Turn, base: int, most: int) -> bytes | None:
+    """Block keys, told apart by ``base`` (0: not) from other sessions'. Of runs, at most ``most`` blocks."""
     if turn.hash_ids_rle is not None:
         keys = array("q")
         for first, count in turn.hash_ids_rle:
-            if not 0 <= first <= first + count < 1 << _LOCAL_BITS or len(keys) + count > turn.input_tokens:  # type: ignore[operator]
+            if not 0 <= first <= first + count < 1 << _LOCAL_BITS or len(keys) + count > most:
                 raise MalformedError("hash_ids_rle is out of bounds")
             keys.extend(range(base + first, base + first + count))
         return keys.tobytes()
     if turn.hash_ids is None:
         return None
-    if not scope:
+    if not base:
         return blocks.of_ids(turn.hash_ids)
     if all(isinstance(name, int) and 0 <= name < 1 << _LOCAL_BITS for name in turn.hash_ids):
         return blocks.of_ids([base + int(name) for name in turn.hash_ids])
-    return blocks.of_ids([f"{scope} {name}" for name in turn.hash_ids])
+    return blocks.of_ids([f"{base} {name}" for name in turn.hash_ids])

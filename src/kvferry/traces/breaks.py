@@ -133,7 +133,7 @@ def _tools(parts: tuple[Part, ...]) -> list[bytes]:
         return []
     try:
         return [bytes(tool) for tool in msgspec.json.decode(parts[0].content, type=list[msgspec.Raw])]
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         return []
 
 

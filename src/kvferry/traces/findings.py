@@ -31,7 +31,7 @@ def document(
             "distinct_tokens": log.distinct_blocks * log.block_tokens,
             "hit_rate": _rates(log, *_pair(unbounded(log))),
             "by_capacity": by_capacity(log, capacities=capacities, policies=policies),
-            "gaps": gaps(log),
+            "gaps": gaps(log, clock=clock),
             **_people(log),
             "over": "time" if by_time else "requests",
             "slices": [asdict(part) for part in slices(log, by_time=by_time)],
@@ -69,21 +69,31 @@ def by_capacity(
     return rows
 
 
-def gaps(log: ReuseLog) -> dict[str, Any] | None:
+def gaps(log: ReuseLog, *, clock: Clock = Clock.TRACE) -> dict[str, Any] | None:
     """How long a prefix must be kept: the share of all reused tokens whose last use is at most so long ago.
 
-    None where the trace has no times.
+    Where sessions are timed each from its own start, only reuse within one counts. ``left_out_tokens`` were
+    used last on another clock, ``backwards_tokens`` at a later time than now. None where no gap is known.
     """
     within = [0] * len(GAPS_S)
-    total, longest = 0, 0.0
+    total, left_out, backwards, longest = 0, 0, 0, 0.0
+    by_session = clock is Clock.SESSION
     for request in range(len(log)):
         depth = before = 0
         for previous, blocks in log.runs(request):
             depth += blocks
             tokens = log.tokens(request, depth) - before
             before += tokens
-            gap = abs(log.time_s[request] - log.time_s[previous])
+            gap = log.time_s[request] - log.time_s[previous]
             if math.isnan(gap):
+                continue
+            if log.clock[request] != log.clock[previous] or (
+                by_session and not log.session[request] == log.session[previous] != UNKNOWN
+            ):
+                left_out += tokens
+                continue
+            if gap < 0:
+                backwards += tokens
                 continue
             total += tokens
             longest = max(longest, gap)
@@ -94,6 +104,8 @@ def gaps(log: ReuseLog) -> dict[str, Any] | None:
         return None
     return {
         "reused_tokens": total,
+        "left_out_tokens": left_out,
+        "backwards_tokens": backwards,
         "longest_s": longest,
         "within": [
             {"gap_s": limit, "share": tokens / total} for limit, tokens in zip(GAPS_S, within, strict=True)
@@ -136,11 +148,11 @@ def _traffic(log: ReuseLog, clock: Clock) -> dict[str, Any]:
 
 
 def quantiles(values: Sequence[int]) -> dict[str, int] | None:
-    """p50, p90, p99 and the largest, each a value that occurs."""
+    """p50, p90, p99 and the largest, each a value that occurs: the nearest rank."""
     if not values:
         return None
     ranked = sorted(values)
-    found = {f"p{q}": ranked[min(len(ranked) - 1, len(ranked) * q // 100)] for q in (50, 90, 99)}
+    found = {f"p{q}": ranked[-(-len(ranked) * q // 100) - 1] for q in (50, 90, 99)}
     return found | {"max": ranked[-1]}
 
 

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
-from kvferry.traces.request import Request
+from kvferry.traces.request import MalformedError, Request
 
 MAX_BLOCK_TOKENS = 1 << 20
 DEFAULT_BLOCK_TOKENS = 64
+_Record = TypeVar("_Record")
 
 
 class Clock(StrEnum):
@@ -40,8 +41,8 @@ class Opening:
         found = []
         for line in self.lines:
             try:
-                record = msgspec.json.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+                record = decoded(line, ANY)
+            except MalformedError:
                 continue
             if isinstance(record, dict):
                 found.append(record)
@@ -64,8 +65,16 @@ class Reader(Protocol):
         ...
 
 
-def reason(error: Exception) -> str:
-    """A decoder's words without places, so that equal mistakes count as one."""
-    if not isinstance(error, msgspec.ValidationError):
-        return "not JSON"
-    return str(error).replace("`", "'")
+def decoded(line: bytes | str, decoder: "msgspec.json.Decoder[_Record]") -> _Record:
+    """A line of JSON. Raises MalformedError in words without places, so that equal mistakes count as one."""
+    try:
+        return decoder.decode(line)
+    except msgspec.ValidationError as error:
+        raise MalformedError(str(error).replace("`", "'")) from error
+    except RecursionError as error:
+        raise MalformedError("nested too deeply") from error
+    except (ValueError, UnicodeDecodeError) as error:
+        raise MalformedError("not JSON") from error
+
+
+ANY: "msgspec.json.Decoder[object]" = msgspec.json.Decoder(object)

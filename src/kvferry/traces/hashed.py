@@ -12,7 +12,7 @@ import msgspec
 
 from kvferry.errors import MisconfiguredError
 from kvferry.traces import blocks
-from kvferry.traces.formats import MAX_BLOCK_TOKENS, Clock, Opening, reason
+from kvferry.traces.formats import MAX_BLOCK_TOKENS, Clock, Opening, decoded
 from kvferry.traces.request import MalformedError, Request
 
 _MOST_SIZES = tuple(1 << power for power in range(2, 14))  # tried where no record says it
@@ -67,12 +67,7 @@ class HashedBlocks:
 
     def requests(self, line: bytes) -> Iterable[Request]:
         """The line's request. Raises MalformedError."""
-        try:
-            record = self._decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise MalformedError(reason(error)) from error
-        if record.input_length < 1:
-            raise MalformedError("input_length is below 1")
+        record = decoded(line, self._decoder)
         if record.block_size not in (None, self.block_tokens):
             raise MalformedError("block_size is not that of the lines before")
         if len(record.hash_ids) > -(-record.input_length // self.block_tokens):
@@ -127,5 +122,5 @@ def _seconds(timestamp: float | str | None, ticks_per_s: float) -> float | None:
         return None
     try:
         return float(timestamp) / ticks_per_s
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise MalformedError("timestamp is not a number") from error

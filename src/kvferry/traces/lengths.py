@@ -52,8 +52,6 @@ class Lengths:
             raise MalformedError("fewer columns than the head") from error
         except ValueError as error:
             raise MalformedError("a number of tokens is no whole number") from error
-        if request.input_tokens < 1:
-            raise MalformedError("no input tokens")
         return [request]
 
 

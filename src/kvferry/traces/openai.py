@@ -6,15 +6,17 @@ exact. Text becomes tokens at a fixed number of bytes each: that of the first li
 ``usage.prompt_tokens``, else ``BYTES_PER_TOKEN``; blocks are then that many bytes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TypeGuard
 
 import msgspec
 
 from kvferry.traces import blocks
-from kvferry.traces.formats import DEFAULT_BLOCK_TOKENS, Clock, Opening
+from kvferry.traces.formats import ANY, DEFAULT_BLOCK_TOKENS, Clock, Opening, decoded
 from kvferry.traces.request import MalformedError, Part, Request
 from kvferry.traces.times import seconds
-from kvferry.traces.tokens import OUTPUT_COUNTS, SESSIONS, TIMES, first, whole
+from kvferry.traces.tokens import OUTPUT_COUNTS, SESSIONS, TIMES, first, named, whole
 
 BYTES_PER_TOKEN = 4.0
 _PLAUSIBLE = (1.0, 16.0)  # bytes a token, beyond which usage counts something else (images, a hidden prompt)
@@ -34,6 +36,8 @@ class OpenAiRequests:
             "as usage says in the first lines" if measured else "an estimate"
         )
         self._bytes_per_token = bytes_per_token
+        # Never less than the tokens it stands for, so that a prompt has no more blocks than its tokens fill.
+        self._block_bytes = math.ceil(block_tokens * bytes_per_token)
 
     @classmethod
     def of(cls, opening: Opening) -> "OpenAiRequests | None":
@@ -45,7 +49,10 @@ class OpenAiRequests:
                 continue
             known = True
             tokens = whole(_usage(record).get("prompt_tokens"))
-            size = sum(len(part.content) for part in parts_of(body))
+            try:
+                size = sum(len(part.content) for part in parts_of(body))
+            except RecursionError:
+                continue
             if tokens and size and _PLAUSIBLE[0] <= size / tokens <= _PLAUSIBLE[1]:
                 ratios.append((size, tokens))
         if not known:
@@ -58,29 +65,34 @@ class OpenAiRequests:
         )
 
     def requests(self, line: bytes) -> Iterable[Request]:
-        """The line's request. Raises MalformedError."""
-        try:
-            record = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise MalformedError("not JSON") from error
-        return [self.request(record)]
-
-    def request(self, record: object) -> Request:
-        """From a log's record. Raises MalformedError."""
+        """The line's request; several where its prompt is a list of prompts. Raises MalformedError."""
+        record = decoded(line, ANY)
         body = body_of(record) if isinstance(record, dict) else None
         if body is None or not isinstance(record, dict):
             raise MalformedError("no messages, prompt or input")
-        seed = blocks.seed_of(*(str(body.get(name)) for name in ("model", "cache_salt")))
         usage = _usage(record)
         outputs = whole(first(usage, ("completion_tokens", "output_tokens")))
         outputs = whole(first(record, OUTPUT_COUNTS)) if outputs is None else outputs
-        time_s = seconds(first(record, TIMES) or first(body, TIMES))
-        session = first(record, SESSIONS) or first(body, SESSIONS)
-        name = None if session is None else str(session)
+        time = first(record, TIMES)
+        time_s = seconds(first(body, TIMES) if time is None else time)
+        session = first(record, SESSIONS)
+        session = first(body, SESSIONS) if session is None else session
+        name = None if session is None else named(session)
+        bodies = _one_by_one(body)
+        outputs = outputs if len(bodies) == 1 else None  # what is said of all of them is of none
+        try:
+            return [self._request(one, time_s=time_s, outputs=outputs, session=name) for one in bodies]
+        except RecursionError as error:
+            raise MalformedError("nested too deeply") from error
+
+    def _request(
+        self, body: Mapping[str, object], *, time_s: float | None, outputs: int | None, session: str | None
+    ) -> Request:
+        seed = blocks.seed_of(*(named(body.get(name)) for name in ("model", "cache_salt")))
         ids = body.get("prompt")
-        if isinstance(ids, list) and ids and all(isinstance(token, int) for token in ids):
+        if _is_tokens(ids):
             keys = blocks.of_tokens(ids, self.block_tokens, seed=seed)
-            return Request(time_s, len(ids), outputs, keys, name)
+            return Request(time_s, len(ids), outputs, keys, session)
         parts = tuple(parts_of(body))
         content = b"".join(part.content for part in parts)
         if not content:
@@ -89,10 +101,10 @@ class OpenAiRequests:
             time_s=time_s,
             input_tokens=max(1, round(len(content) / self._bytes_per_token)),
             output_tokens=outputs,
-            blocks=blocks.of_bytes(content, round(self.block_tokens * self._bytes_per_token), seed=seed),
-            session=name,
+            blocks=blocks.of_bytes(content, self._block_bytes, seed=seed),
+            session=session,
             parts=parts,
-            family=str(body.get("model")),
+            family=named(body.get("model")),
         )
 
 
@@ -100,8 +112,8 @@ def body_of(record: object, depth: int = 0) -> Mapping[str, object] | None:
     """The request's body in a log's record."""
     if isinstance(record, str) and record.lstrip().startswith("{"):
         try:
-            record = msgspec.json.decode(record)
-        except msgspec.DecodeError:
+            record = decoded(record, ANY)
+        except MalformedError:
             return None
     if not isinstance(record, dict) or depth > _MAX_DEPTH:
         return None
@@ -112,6 +124,24 @@ def body_of(record: object, depth: int = 0) -> Mapping[str, object] | None:
         if inner is not None:
             return inner
     return record if isinstance(record.get("input"), str | list) else None
+
+
+def _one_by_one(body: Mapping[str, object]) -> Sequence[Mapping[str, object]]:
+    """The API takes a list of prompts, texts or token ids, as that many requests."""
+    if isinstance(body.get("messages"), list):
+        return [body]
+    name = "prompt" if "prompt" in body else "input"
+    prompts = body.get(name)
+    if not isinstance(prompts, list) or not prompts:
+        return [body]
+    if not all(isinstance(prompt, str) for prompt in prompts) and not all(map(_is_tokens, prompts)):
+        return [body]
+    rest = {other: value for other, value in body.items() if other not in ("prompt", "input")}
+    return [rest | {"prompt": prompt} for prompt in prompts]
+
+
+def _is_tokens(prompt: object) -> TypeGuard[list[int]]:
+    return isinstance(prompt, list) and bool(prompt) and all(isinstance(token, int) for token in prompt)
 
 
 def parts_of(body: Mapping[str, object]) -> Iterator[Part]:

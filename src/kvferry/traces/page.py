@@ -37,7 +37,7 @@ def page(found: dict[str, Any], *, text: str, label: Sequence[str], version: str
             "<h2>Hit rate by capacity</h2><p>Share of input tokens, over the last half of the requests; the "
             "first half fills the cache. Dashed: a cache that never forgets.</p>",
             _capacities(reuse["by_capacity"], reuse["hit_rate"]["last_half"], label),
-            "<h2>Working set over the trace</h2><p>Distinct tokens in use in each twelfth of it; the lower "
+            "<h2>Working set over the trace</h2><p>Distinct tokens in use in each part of it; the lower "
             "part was never seen before.</p>",
             _slices(reuse["slices"]),
         ]

@@ -16,7 +16,10 @@ SLICES = 12
 class Conversations:
     """Which requests continue earlier ones, inferred from prompts alone.
 
-    A request continues the latest one that had the last block it shares, if it has all full blocks of that.
+    A request continues the latest one that had the last block it shares, if it has more blocks than that, and
+    all of its blocks. A last block that is partial, or too short to have a key, may be missing, as it has
+    been filled up since; but then the earlier request must have been the first with its last full block.
+    Else all prompts that share a system prompt alone would continue each other.
     """
 
     conversations: int
@@ -30,19 +33,30 @@ def conversations(log: ReuseLog) -> Conversations:
     of = array("i")
     turns: list[int] = []
     growth: list[int] = []
+    shared = array("i")  # per request: its blocks that earlier ones had
     for request in range(len(log)):
         first, end = log.first_run[request], log.first_run[request + 1]
-        known = sum(log.run_blocks[first:end])
+        shared.append(sum(log.run_blocks[first:end]))
         previous = log.run_request[end - 1] if end > first else UNKNOWN
-        grown = log.input_tokens[request] - log.input_tokens[previous] if previous != UNKNOWN else -1
-        if grown >= 0 and known >= max(1, log.blocks[previous] - 1):
+        if previous != UNKNOWN and _continues(log, shared, request, previous):
             of.append(of[previous])
             turns[of[previous]] += 1
-            growth.append(grown)
+            growth.append(log.input_tokens[request] - log.input_tokens[previous])
         else:
             of.append(len(turns))
             turns.append(1)
     return Conversations(len(turns), turns, growth, of)
+
+
+def _continues(log: ReuseLog, shared: Sequence[int], request: int, previous: int) -> bool:
+    if log.blocks[request] <= log.blocks[previous] or log.input_tokens[request] <= log.input_tokens[previous]:
+        return False
+    full = min(log.blocks[previous], log.input_tokens[previous] // log.block_tokens)
+    if shared[request] >= log.blocks[previous] and log.input_tokens[previous] <= full * log.block_tokens:
+        return True  # nothing of the earlier prompt is without a key
+    if shared[request] >= log.blocks[previous] > full:
+        return True  # its partial block is shared as it was
+    return shared[request] >= full > shared[previous]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +98,7 @@ class Slice:
 
 
 def slices(log: ReuseLog, *, by_time: bool) -> list[Slice]:
-    """Twelfths of the trace: of its time, which must ascend, or of its requests."""
+    """Twelfths of the trace, or fewer: of its time, which must ascend, or of its requests."""
     bounds = _bounds(log, by_time=by_time)
     found = []
     for (start, first), (_, end) in pairwise(bounds):
@@ -96,7 +110,7 @@ def slices(log: ReuseLog, *, by_time: bool) -> list[Slice]:
                 if previous < first:
                     touched += blocks
             given += log.input_tokens[request]
-            new += log.blocks[request] - depth
+            new += max(log.blocks[request], 0) - depth
             hit += log.tokens(request, depth)
         size = log.block_tokens
         found.append(Slice(start, end - first, given, (touched + new) * size, new * size, hit))
@@ -112,8 +126,9 @@ def times_ascend(log: ReuseLog) -> bool:
 
 def _bounds(log: ReuseLog, *, by_time: bool) -> list[tuple[float, int]]:
     """(start, first request) of each slice, and of what would follow the last."""
+    number = max(1, min(SLICES, len(log)))
     if by_time:
         origin, span = log.time_s[0], log.time_s[-1] - log.time_s[0]
-        starts = [span * place / SLICES for place in range(SLICES)]
+        starts = [span * place / number for place in range(number)]
         return [*((start, bisect_left(log.time_s, origin + start)) for start in starts), (span, len(log))]
-    return [(float(len(log) * place // SLICES), len(log) * place // SLICES) for place in range(SLICES + 1)]
+    return [(float(len(log) * place // number), len(log) * place // number) for place in range(number + 1)]

@@ -14,7 +14,7 @@ import msgspec
 import xxhash
 
 from kvferry.errors import MisconfiguredError
-from kvferry.traces.formats import DEFAULT_BLOCK_TOKENS, Clock, Opening, reason
+from kvferry.traces.formats import DEFAULT_BLOCK_TOKENS, Clock, Opening, decoded
 from kvferry.traces.request import MalformedError, Request
 from kvferry.traces.times import seconds
 
@@ -61,15 +61,13 @@ class RagChunks:
 
     def requests(self, line: bytes) -> Iterable[Request]:
         """The line's request. Raises MalformedError."""
-        try:
-            record = self._decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise MalformedError(reason(error)) from error
-        if record.input_length < 1:
-            raise MalformedError("input_length is below 1")
+        record = decoded(line, self._decoder)
         chunks = [(name, self._lengths.get(name, 0)) for names in record.hash_ids.values() for name in names]
         if any(not tokens for _, tokens in chunks):
             raise MalformedError("a chunk has no length in the files beside the trace")
+        full = sum(tokens for _, tokens in chunks) // self.block_tokens
+        if full > -(-record.input_length // self.block_tokens):
+            raise MalformedError("more chunks than input_length has blocks")
         return [
             Request(
                 time_s=seconds(record.timestamp),
@@ -114,6 +112,6 @@ def _read_lengths(path: Path) -> dict[int, int]:
                 found[names[0]] = tokens
     except OSError as error:
         raise MisconfiguredError(f"cannot read {path}: {error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise MisconfiguredError(f"{path} is no file of chunk lengths: {error}") from error
     return found

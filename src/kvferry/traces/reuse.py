@@ -6,17 +6,21 @@ Runs of blocks stand for blocks, so the policies cost by request, not by block.
 from array import array
 from collections.abc import Iterator
 
+from kvferry.errors import MisconfiguredError
 from kvferry.traces.request import KEY_BYTES, Request
 from kvferry.traces.tree import PrefixTree
 
 UNKNOWN = -1
+MAX_REQUESTS = 50_000_000  # some 300 bytes each
+MAX_SESSIONS = 1 << 22  # requests of sessions beyond count as of none
 
 
 class ReuseLog:
     """Requests in the order of the trace, in columns.
 
     Per request: ``time_s`` (NaN: unknown), ``input_tokens``, ``output_tokens`` (UNKNOWN), ``blocks`` (UNKNOWN
-    where content is not identified), ``session`` (a number per session, UNKNOWN).
+    where content is not identified), ``session`` (a number per session, UNKNOWN), ``clock`` (times of
+    different clocks have no difference).
     Per run: ``run_request`` (the latest request that had these blocks), ``run_blocks``; the runs of request r
     are those from ``first_run[r]`` to ``first_run[r + 1]``, in the order of the prompt.
     """
@@ -28,6 +32,7 @@ class ReuseLog:
         self.output_tokens = array("q")
         self.blocks = array("i")
         self.session = array("i")
+        self.clock = array("i")
         self.first_run = array("q", [0])
         self.run_request = array("i")
         self.run_blocks = array("i")
@@ -47,15 +52,20 @@ class ReuseLog:
         """How many sessions the trace names."""
         return len(self._sessions)
 
-    def add(self, request: Request) -> None:
-        """Take in the next request of the trace."""
+    def add(self, request: Request, *, clock: int = 0) -> None:
+        """Take in the next request of the trace. Raises MisconfiguredError beyond ``MAX_REQUESTS``."""
         number = len(self.blocks)
+        if number >= MAX_REQUESTS:
+            raise MisconfiguredError(f"more than {MAX_REQUESTS:,} requests; analyse a part of them")
+        self.clock.append(clock)
         self.time_s.append(float("nan") if request.time_s is None else request.time_s)
         self.input_tokens.append(request.input_tokens)
         self.output_tokens.append(UNKNOWN if request.output_tokens is None else request.output_tokens)
         session = UNKNOWN
         if request.session is not None:
-            session = self._sessions.setdefault(request.session, len(self._sessions))
+            session = self._sessions.get(request.session, UNKNOWN)
+            if session == UNKNOWN and len(self._sessions) < MAX_SESSIONS:
+                session = self._sessions[request.session] = len(self._sessions)
         self.session.append(session)
         if request.blocks is None:
             self.blocks.append(UNKNOWN)

@@ -1,6 +1,7 @@
 """Trace files: opened, unpacked, recognised, and read a line at a time in bounded memory."""
 
 import gzip
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,8 @@ SAMPLE_BYTES = 16 << 20
 MAX_REASONS = 20
 MAX_EXAMPLES = 3
 _GZIP = b"\x1f\x8b"
+_BOM = b"\xef\xbb\xbf"
+_LIST = re.compile(rb"\[\s*(?:[\[{\]]|$)")  # and no line of a log, as "[2026-"
 
 
 @dataclass(slots=True)
@@ -54,21 +57,27 @@ class TraceFile:
     """One file: its format is known from its first lines, its requests come as they are read.
 
     ``lines`` and ``other_lines`` count what was read so far, and what of it belongs there but is no request.
+    ``cut``: the packed file is damaged or ends early, and what could be unpacked of it was read.
     """
 
     def __init__(self, path: Path, *, block_tokens: int | None = None) -> None:
         self.path = path
         self.lines = 0
         self.other_lines = 0
+        self.cut = False
+        if path.is_dir():
+            raise MisconfiguredError(f"{path} is a directory; name the files in it")
         if path.exists() and not path.is_file():  # a pipe gives its bytes once, and they are read twice
             raise MisconfiguredError(f"{path} is no file; write what it holds to one (gzip is fine)")
         with self._opened() as stream:
             sample, size = [], 0
-            for line in _lines(stream):
+            for line in self._lines(stream):
                 sample.append(line)
                 size += len(line)
                 if len(sample) >= SAMPLE_LINES or size >= SAMPLE_BYTES:
                     break
+        if not sample:
+            raise MisconfiguredError(f"{path} is {'damaged from its beginning' if self.cut else 'empty'}")
         self._whole = _is_one_document(sample)
         if self._whole:
             sample = list(self._records())[:SAMPLE_LINES]
@@ -92,9 +101,24 @@ class TraceFile:
     def _records(self) -> Iterator[bytes]:
         with self._opened() as stream:
             if self._whole:
-                yield from _elements(self.path, stream.read(MAX_LINE_BYTES + 1))
+                document = stream.read(MAX_LINE_BYTES + 1)
+                yield from _elements(self.path, document.removeprefix(_BOM))
             else:
-                yield from _lines(stream)
+                yield from self._lines(stream)
+
+    def _lines(self, stream: BinaryIO | gzip.GzipFile) -> Iterator[bytes]:
+        """Up to the end, or up to where a packed file cannot be unpacked."""
+        start = _BOM
+        while True:
+            try:
+                line = stream.readline(MAX_LINE_BYTES)
+            except (EOFError, zlib.error, gzip.BadGzipFile):
+                self.cut = True
+                return
+            if not line:
+                return
+            yield line.removeprefix(start)
+            start = b""
 
     @contextmanager
     def _opened(self) -> Iterator[BinaryIO | gzip.GzipFile]:
@@ -105,18 +129,14 @@ class TraceFile:
             with gzip.open(self.path) if packed else self.path.open("rb", buffering=1 << 20) as stream:
                 yield stream
         except (OSError, EOFError, zlib.error) as error:
-            raise MisconfiguredError(f"cannot read {self.path}: {error}") from error
-
-
-def _lines(stream: BinaryIO | gzip.GzipFile) -> Iterator[bytes]:
-    while line := stream.readline(MAX_LINE_BYTES):
-        yield line
+            why = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise MisconfiguredError(f"cannot read {self.path}: {why}") from error
 
 
 def _is_one_document(sample: Sequence[bytes]) -> bool:
     """Whether this is a JSON document over several lines, or a list, rather than an object a line."""
     first = next((line.strip() for line in sample if line.strip()), b"")
-    return first.startswith(b"[") or first == b"{"
+    return _LIST.match(first) is not None or first == b"{"
 
 
 def _elements(path: Path, document: bytes) -> list[bytes]:
@@ -129,7 +149,7 @@ def _elements(path: Path, document: bytes) -> list[bytes]:
         return [document]
     try:
         return [bytes(part) for part in msgspec.json.decode(document, type=list[msgspec.Raw])]
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise MisconfiguredError(f"{path} begins like a JSON list and is none: {error}") from error
 
 

@@ -31,4 +31,7 @@ def _date(text: str) -> float:
         moment = dt.datetime.fromisoformat(text.strip())
     except ValueError as error:
         raise MalformedError("the time is neither a number nor a date") from error
-    return (moment if moment.tzinfo else moment.replace(tzinfo=dt.UTC)).timestamp()
+    try:
+        return (moment if moment.tzinfo else moment.replace(tzinfo=dt.UTC)).timestamp()
+    except OverflowError as error:
+        raise MalformedError("the time is out of bounds") from error

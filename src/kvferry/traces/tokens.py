@@ -6,10 +6,8 @@ the number of output tokens and a session.
 
 from collections.abc import Iterable, Mapping
 
-import msgspec
-
 from kvferry.traces import blocks
-from kvferry.traces.formats import DEFAULT_BLOCK_TOKENS, Clock, Opening
+from kvferry.traces.formats import ANY, DEFAULT_BLOCK_TOKENS, Clock, Opening, decoded
 from kvferry.traces.request import MalformedError, Request
 from kvferry.traces.times import seconds
 
@@ -39,37 +37,46 @@ class TokenIds:
 
     def requests(self, line: bytes) -> Iterable[Request]:
         """The line's request. Raises MalformedError."""
-        try:
-            record = msgspec.json.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise MalformedError("not JSON") from error
+        record = decoded(line, ANY)
         ids = first(record, PROMPTS) if isinstance(record, dict) else None
-        if not isinstance(ids, list) or not ids:
+        if not isinstance(record, dict) or not isinstance(ids, list) or not ids:
             raise MalformedError("no token ids of a prompt")
         made = first(record, OUTPUTS)
         outputs = len(made) if isinstance(made, list) else whole(first(record, OUTPUT_COUNTS))
-        model = record.get("model")
         session = first(record, SESSIONS)
         return [
             Request(
                 time_s=self._time_s(record),
                 input_tokens=len(ids),
                 output_tokens=outputs,
-                blocks=blocks.of_tokens(ids, self.block_tokens, seed=blocks.seed_of(str(model))),
-                session=None if session is None else str(session),
+                blocks=blocks.of_tokens(
+                    ids, self.block_tokens, seed=blocks.seed_of(named(record.get("model")))
+                ),
+                session=None if session is None else named(session),
             )
         ]
 
     def _time_s(self, record: Mapping[str, object]) -> float | None:
         ns = record.get("arrival_time_ns")
         if isinstance(ns, int | float):
-            return ns / 1e9
+            try:
+                return ns / 1e9
+            except OverflowError as error:
+                raise MalformedError("the time is out of bounds") from error
         return seconds(first(record, TIMES))
 
 
 def first(record: Mapping[str, object], names: Iterable[str]) -> object:
     """The first of these fields that is there and not null."""
     return next((value for name in names if (value := record.get(name)) is not None), None)
+
+
+def named(value: object) -> str:
+    """A model's or session's name as text, whatever it was written as. Raises MalformedError."""
+    try:
+        return str(value)
+    except (RecursionError, ValueError) as error:  # a number of too many digits
+        raise MalformedError("a name is no text") from error
 
 
 def whole(value: object) -> int | None:

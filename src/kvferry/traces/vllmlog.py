@@ -12,10 +12,10 @@ import datetime as dt
 import re
 from collections.abc import Iterable
 
-import msgspec
+from msgspec import json
 
 from kvferry.traces import blocks
-from kvferry.traces.formats import DEFAULT_BLOCK_TOKENS, Clock, Opening
+from kvferry.traces.formats import DEFAULT_BLOCK_TOKENS, Clock, Opening, decoded
 from kvferry.traces.openai import BYTES_PER_TOKEN
 from kvferry.traces.request import MalformedError, Part, Request
 
@@ -23,6 +23,7 @@ _REQUEST = re.compile(rb"Received request (\S+): |Request (\S+) details: ")
 _TIME = re.compile(rb"\b(?:INFO|DEBUG) (\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)")
 _IDS = re.compile(rb"prompt_token_ids: (\[[\d, ]*\]|array\(\[[\d, ]*\])")
 _PROMPT = re.compile(rb"prompt: ('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"), ")
+_TOKENS: "json.Decoder[list[int]]" = json.Decoder(list[int])
 _LEAP_YEAR = 2000  # the log names no year
 
 
@@ -56,7 +57,7 @@ class VllmLog:
                 "a request without its prompt; set VLLM_LOGGING_LEVEL=DEBUG to have it logged"
             )
         time_s = _time_s(line)
-        if ids is not None and (tokens := msgspec.json.decode(ids[1].removeprefix(b"array("))):
+        if ids is not None and (tokens := decoded(ids[1].removeprefix(b"array("), _TOKENS)):
             return [Request(time_s, len(tokens), None, blocks.of_tokens(tokens, self.block_tokens))]
         if prompt is None:
             raise MalformedError("a request without prompt or token ids")
