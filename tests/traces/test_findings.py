@@ -239,6 +239,19 @@ def test_a_file_given_twice_is_refused(trace: Path, capsys: pytest.CaptureFixtur
     assert "twice" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("origin_s", "span_s"), [(0, None), (1_767_225_600, 14.0)])
+def test_files_have_a_common_time_only_by_date(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], origin_s: int, span_s: float | None
+) -> None:
+    for name, start in (("a", origin_s), ("b", origin_s + 10)):
+        rows = [{"prompt": "word " * 500, "created": start + second} for second in range(5)]
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["analyze", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["traffic"]["span_s"] == span_s
+    assert (found["reuse"]["gaps"]["left_out_tokens"] == 0) == (span_s is not None)
+
+
 def test_tokens_without_content_are_named_where_they_count(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

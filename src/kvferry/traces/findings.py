@@ -23,7 +23,7 @@ def document(
     found: dict[str, Any] = {"traffic": _traffic(log, clock), "block_tokens": log.block_tokens}
     if not identified:
         return found | {"reuse": None}
-    by_time = clock is Clock.TRACE and times_ascend(log) and log.time_s[-1] > log.time_s[0]
+    by_time = _one_clock(log, clock) and times_ascend(log) and log.time_s[-1] > log.time_s[0]
     return found | {
         "reuse": {
             "requests_without_content": len(log) - identified,
@@ -134,7 +134,7 @@ def _traffic(log: ReuseLog, clock: Clock) -> dict[str, Any]:
         ratio = sum(given for given, made in paired if made != UNKNOWN) / sum(outputs)
     return {
         "requests": len(log),
-        "span_s": max(times) - min(times) if times and clock is Clock.TRACE else None,
+        "span_s": max(times) - min(times) if times and _one_clock(log, clock) else None,
         "input_tokens": tokens,
         "output_tokens": sum(outputs) if outputs else None,
         "input_to_output": ratio,
@@ -142,9 +142,14 @@ def _traffic(log: ReuseLog, clock: Clock) -> dict[str, Any]:
         "output_quantiles": quantiles(outputs),
         "sessions": log.sessions or None,
         "times_going_back": sum(later < earlier for earlier, later in pairwise(log.time_s))
-        if clock is Clock.TRACE
+        if _one_clock(log, clock)
         else None,
     }
+
+
+def _one_clock(log: ReuseLog, clock: Clock) -> bool:
+    """Whether all times can be compared."""
+    return clock is Clock.TRACE and len(set(log.clock)) <= 1
 
 
 def quantiles(values: Sequence[int]) -> dict[str, int] | None:
