@@ -135,6 +135,7 @@ class KeepsItsSockets(Proxy):
         pass
 
 
+STALL = "test_a_stall_at_a_byte_lasts_until_it_is_healed_or_released"
 PROXIES: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("Trigger", NeverFires, "test_a_cut_of_replies_lets_exactly_so_many_bytes_pass", {"after": 999}),
     ("Trigger", FiresLate, "test_a_cut_of_replies_lets_exactly_so_many_bytes_pass", {"after": 999}),
@@ -153,8 +154,8 @@ PROXIES: list[tuple[str, Any, str, dict[str, Any]]] = [
     ("Trigger", Unseeded, "test_random_bytes_are_a_function_of_the_seed", {}),
     ("Way", NoBlackHole, "test_a_black_hole_holds_bytes_and_gives_them_when_it_ends", {}),
     ("Way", NoBlackHole, "test_one_way_can_be_a_black_hole_alone", {}),
-    ("Proxy", HealsNothing, "test_a_stall_at_a_byte_lasts_until_it_is_healed", {}),
-    ("Trigger", ClosesInstead, "test_a_stall_at_a_byte_lasts_until_it_is_healed", {}),
+    ("Proxy", HealsNothing, STALL, {"ends": HealsNothing.heal}),
+    ("Trigger", ClosesInstead, STALL, {"ends": Proxy.heal}),
     ("Link", TellsBoth, "test_a_server_that_vanishes_leaves_the_client_half_open", {}),
     ("Link", TellsBoth, "test_a_client_that_vanishes_leaves_the_server_half_open", {}),
     ("Link", TellsBoth, "test_vanishing_at_a_byte_lets_those_before_pass", {}),
