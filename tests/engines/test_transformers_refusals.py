@@ -10,8 +10,6 @@ from kvferry.errors import MisconfiguredError, RefusedError
 
 pytestmark = pytest.mark.engine
 
-POOL = "64MiB"
-PATIENCE_S = 30.0  # no call fails for a busy host
 CHUNK = 32
 PROMPT = 3 * CHUNK + 5
 
@@ -25,24 +23,10 @@ def kit() -> Any:
 
 
 @pytest.fixture
-def open_cache(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def open_cache(kit: Any, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Opens a prefix cache that the test closes; all of a test share one pool."""
-    from kvferry.engines.transformers import PrefixCache
-    from kvferry.local import LocalNode
-
-    monkeypatch.setattr("kvferry.engines.transformers.prefix.ANSWER_S", PATIENCE_S)
-    monkeypatch.setattr("kvferry.client.copying.RESERVE_S", PATIENCE_S)
-    local = LocalNode(pool=POOL)
-    stack.callback(local.close)
-
-    def open_one(model: Any, **options: Any) -> Any:
-        options = {"socket": local.socket_path, "chunk_tokens": CHUNK, **options}
-        cache = PrefixCache(model, **options)
-        stack.callback(cache.close)
-        assert cache._store.wait_connected(60.0)
-        return cache
-
-    return open_one
+    opened: Callable[..., Any] = kit.opener(stack, monkeypatch, chunk_tokens=CHUNK)
+    return opened
 
 
 def _training(model: Any) -> Any:
@@ -148,6 +132,10 @@ def test_another_release_of_transformers_is_refused(
         ({"socket": None, "pool": "64MiB", "valkey": "http://x"}, "valkey"),
         ({"chunk_tokens": 0}, "chunk_tokens"),
         ({"domain_key_file": "/nowhere"}, "domain key file"),
+        ({"chunk_tokens": "a"}, "chunk_tokens='a' is no whole number"),
+        ({"socket": 5}, "socket=5 is no path"),
+        ({"socket": None, "pool": 1.5}, "pool=1.5 is not a size"),
+        ({"model_name": 5}, "model_name=5 is no text"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(
@@ -198,6 +186,33 @@ def test_weights_that_change_while_it_is_open_end_the_sharing_and_say_so_once(
     assert (_found(cache, ids), cache.match(ids), cache.save(ids, own)) == (0, 0, 0)
     assert cache.statistics().refused == {"changed weights": 3}
     assert caplog.text.count("weights have changed") == 1
+
+
+@pytest.mark.parametrize("given", [None, object()])
+def test_what_is_no_model_is_refused(given: Any, kit: Any, open_cache: Callable[..., Any]) -> None:
+    with pytest.raises(MisconfiguredError, match="is no model of transformers"):
+        open_cache(given)
+
+
+def test_arguments_of_a_call_that_cannot_be_meant_are_refused(
+    kit: Any, open_cache: Callable[..., Any]
+) -> None:
+    import torch
+    from transformers import BatchEncoding
+
+    ids, model = kit.prompt(PROMPT), kit.llama()
+    cache = open_cache(model)
+    with pytest.raises(RefusedError, match=r'pass its \["input_ids"\]'):
+        cache.load(BatchEncoding({"input_ids": ids}))
+    with pytest.raises(RefusedError, match="a NoneType is no cache"):
+        cache.save(ids, None)
+    own = kit.own_prefix(model, ids, PROMPT)
+    for mask in (torch.ones(2, PROMPT), torch.ones(1, PROMPT + 1), torch.ones(1, 1, PROMPT), "mask"):
+        with pytest.raises(RefusedError, match="attention_mask"):
+            cache.load(ids, attention_mask=mask)
+        with pytest.raises(RefusedError, match="attention_mask"):
+            cache.save(ids, own, attention_mask=mask)
+    assert cache.save(ids, own, attention_mask=torch.ones(1, PROMPT - 9)) == 3 * CHUNK  # of the prompt alone
 
 
 def test_attention_that_is_set_anew_while_it_is_open_ends_the_sharing(

@@ -1,14 +1,22 @@
 """Small random models for tests of the transformers engine, and their greedy answers."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from transformers import DynamicCache
 
+from kvferry.engines.transformers import PrefixCache
+from kvferry.local import LocalNode
+
 VOCABULARY = 512
 NEW_TOKENS = 12
+
+POOL = "64MiB"
+PATIENCE_S = 30.0  # no call fails for a busy host
 
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -17,6 +25,25 @@ _SMALL: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "eos_token_id": None,
 }
+
+
+def opener(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, *, chunk_tokens: int
+) -> Callable[..., PrefixCache]:
+    """Opens prefix caches that share one pool; the stack closes them."""
+    monkeypatch.setattr("kvferry.engines.transformers.prefix.ANSWER_S", PATIENCE_S)
+    monkeypatch.setattr("kvferry.client.copying.RESERVE_S", PATIENCE_S)
+    local = LocalNode(pool=POOL)
+    stack.callback(local.close)
+
+    def open_one(model: Any, **options: Any) -> PrefixCache:
+        options = {"socket": local.socket_path, "chunk_tokens": chunk_tokens, **options}
+        cache = PrefixCache(model, **options)
+        stack.callback(cache.close)
+        assert cache._store.wait_connected(60.0)
+        return cache
+
+    return open_one
 
 
 def make(name: str, config: Any) -> Any:

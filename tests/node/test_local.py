@@ -3,8 +3,11 @@
 import os
 import signal
 import stat
+import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.node.fleet import LOOKUP_WAIT_S, NAMESPACE, PART_BYTES, WAIT_S, content, digests
@@ -93,14 +96,52 @@ def test_a_forked_child_does_not_end_its_parents(stack: ExitStack) -> None:
     ("options", "message"),
     [
         ({"pool": "1MiB"}, "at least 64 MiB"),
-        ({"pool": "much"}, "is not a size"),
-        ({"pool": "64MiB", "valkey": "http://host"}, "valkey"),
+        ({"pool": "much"}, "^pool: 'much' is not a size"),
+        ({"pool": 1.5}, "^pool=1.5 is not a size"),
+        ({"pool": True}, "^pool=True is not a size"),
+        ({"pool": "64MiB", "valkey": "http://host"}, "^valkey: "),
+        ({"pool": "64MiB", "valkey": 5}, "^valkey "),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused_and_leave_nothing(
-    options: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with pytest.raises(MisconfiguredError, match=message):
+    with pytest.raises(MisconfiguredError, match=message) as caught:
         LocalNode(**options)
+    assert "--" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("place", ["missing", "long" * 30])
+def test_a_place_that_takes_no_socket_is_named_as_what_it_is(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if place != "missing":
+        (tmp_path / place).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / place))
+    with pytest.raises(MisconfiguredError, match="TMPDIR") as caught:
+        LocalNode(pool="64MiB")
+    assert "--" not in str(caught.value)
+
+
+def test_a_password_in_the_url_is_taken_and_not_shown() -> None:
+    with pytest.raises(MisconfiguredError, match="unreachable at valkey://") as caught:
+        LocalNode(pool="64MiB", valkey="valkey://someone:secret@127.0.0.1:1")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit", "raise ValueError"])
+def test_a_process_that_ends_without_close_leaves_nothing(end: str, tmp_path: Path) -> None:
+    lines = ["from kvferry.local import LocalNode", 'node = LocalNode(pool="64MiB")']
+    lines += ["assert node.socket_path.exists()", 'print("up")', end]
+    ran = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ran.stdout == "up\n"
     assert not list(tmp_path.iterdir())

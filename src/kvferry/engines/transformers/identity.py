@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
+from kvferry.engines.transformers.form import form_of
 from kvferry.engines.transformers.layout import KvLayout, LayerForm, dtype_name, plan_layout
 from kvferry.engines.transformers.states import window_of
 from kvferry.engines.transformers.weights import loaded_fingerprint
@@ -44,7 +45,11 @@ def check_supported(model: Any) -> None:
     if tuple(int(number) for number in re.findall(r"\d+", installed)[:2]) != SUPPORTED:
         supported = ".".join(map(str, SUPPORTED))
         raise MisconfiguredError(f"transformers {installed} is not supported: {supported} is")
-    config = model.config
+    config: Any = getattr(model, "config", None)
+    if not isinstance(model, torch.nn.Module) or not hasattr(config, "to_dict"):
+        raise MisconfiguredError(
+            f"a {type(model).__name__} is no model of transformers: give one as from_pretrained returns it"
+        )
     if model.training:
         raise MisconfiguredError("the model is in training mode, where KV is random: call model.eval()")
     if config.is_encoder_decoder:
@@ -128,7 +133,6 @@ def namespace_spec(
 ) -> NamespaceSpec:
     """Everything that must be equal for another process to use the bytes."""
     dtype = dtype_name(layout.dtype)
-    config = hashlib.sha256(_config_text(model.config).encode()).hexdigest()
     return NamespaceSpec(
         domain=domain,
         domain_key_id=key.key_id,
@@ -144,8 +148,9 @@ def namespace_spec(
         packing="none",
         geometry=layout.geometry,
         settings=(
-            Setting("config", config),
+            Setting("config", config_of(model)),
             Setting("attention", attention_of(model)),
+            Setting("form", form_of(model)),
         ),
     )
 
@@ -153,6 +158,11 @@ def namespace_spec(
 def attention_of(model: Any) -> str:
     """How it is computed, which can be set while the model is loaded and shows in the bits."""
     return str(model.config._attn_implementation)
+
+
+def config_of(model: Any) -> str:
+    """A digest, in hex. Some of it is read at every step, as a window is."""
+    return hashlib.sha256(_config_text(model.config).encode()).hexdigest()
 
 
 def _config_text(config: Any) -> str:

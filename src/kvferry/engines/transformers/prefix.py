@@ -20,22 +20,27 @@ from kvferry.client.store import PrefixStore, StoreStatistics
 from kvferry.config import client_group, client_token, default_socket_path
 from kvferry.engines.settings import DEFAULT_DOMAIN
 from kvferry.engines.transformers import states
+from kvferry.engines.transformers.arguments import check_cache, check_options, has_holes, token_ids_of
+from kvferry.engines.transformers.form import form_of
 from kvferry.engines.transformers.identity import (
     attention_of,
     check_supported,
+    config_of,
     measure_layout,
     namespace_spec,
     other_token_ids,
 )
+from kvferry.engines.transformers.origins import Origins
 from kvferry.engines.transformers.transfer import Loaded, Stored
-from kvferry.engines.transformers.weights import stamp
-from kvferry.errors import MisconfiguredError, RefusedError
+from kvferry.engines.transformers.weights import WeightsWatch
 from kvferry.identity.chunks import ChunkChain, Extras
 from kvferry.identity.domain import DomainKey
 from kvferry.identity.namespace import fingerprint
 from kvferry.local import LocalNode
 
 LOCAL_WAIT_S = 10.0
+CHANGED_WEIGHTS = "changed weights"
+SAY_CHANGED_WEIGHTS = "the model's weights have changed since: make a new PrefixCache"
 ANSWER_S = 1.0  # a prompt that is computed takes longer than most answers
 
 log = logging.getLogger("kvferry.transformers")
@@ -86,17 +91,21 @@ class PrefixCache:
 
         Raises MisconfiguredError, one line, for a model that is not supported.
         """
-        if pool is not None and socket is not None:
-            raise MisconfiguredError("give a socket (of a node) or a pool (in this process), not both")
-        if valkey is not None and pool is None:
-            raise MisconfiguredError(
-                "valkey needs a pool in this process; a node is told by its own settings"
-            )
+        check_options(
+            socket=socket,
+            pool=pool,
+            valkey=valkey,
+            chunk_tokens=chunk_tokens,
+            model_name=model_name,
+            domain=domain,
+        )
         check_supported(model)
         self._model = model
         self._other_ids = other_token_ids(model.config)
         self._layout = measure_layout(model, chunk_tokens=chunk_tokens)
-        self._stamp, self._attention = stamp(model), attention_of(model)
+        # Before they are digested: a change in between is noticed too.
+        self._weights, self._attention = WeightsWatch(model), attention_of(model)
+        self._form = config_of(model), form_of(model)
         self._key = DomainKey.load(domain, key_file=domain_key_file)
         spec = namespace_spec(model, self._layout, domain=domain, key=self._key, model_name=model_name)
         geometry = self._layout.geometry
@@ -111,6 +120,7 @@ class PrefixCache:
         self._lock = threading.Lock()
         self._prompts = self._hits = self._prompt_tokens = self._loaded_tokens = 0
         self._refused: Counter[str] = Counter()
+        self._origins = Origins()
         with contextlib.ExitStack() as undo:
             if pool is not None:
                 local = LocalNode(pool=pool, valkey=valkey)
@@ -137,7 +147,7 @@ class PrefixCache:
 
     def match(self, input_ids: Any, *, salt: str | None = None) -> int:
         """How many leading tokens of a prompt ``load`` would bring now."""
-        token_ids = _token_ids(input_ids)
+        token_ids = token_ids_of(input_ids)
         if self._takes_no_part(token_ids):
             return 0
         return self._store.match(self._digests(token_ids[:-1], salt)) * self.chunk_tokens
@@ -158,10 +168,12 @@ class PrefixCache:
 
         A lost node costs an empty cache. Raises RefusedError for arguments that cannot be used.
         """
-        token_ids = _token_ids(input_ids)
+        token_ids = token_ids_of(input_ids)
         cache = states.empty_cache(self._model.config) if into is None else states.unused(into)
         tokens = 0
-        if not (self._takes_no_part(token_ids) or self._has_holes(attention_mask)):
+        holes = has_holes(attention_mask, at_least=len(token_ids), at_most=len(token_ids))
+        self._origins.remember(cache, token_ids)
+        if not (self._takes_no_part(token_ids) or self._is_padded(holes)):
             most = min(len(token_ids), states.room(cache)) - 1
             with torch.no_grad():
                 tokens = self._fill(cache, self._digests(token_ids[: max(0, most)], salt))
@@ -188,13 +200,17 @@ class PrefixCache:
     ) -> int:
         """Store the whole chunks of what ``cache`` holds; how many leading tokens can be loaded now.
 
-        input_ids: one sequence, the prompt or what ``generate`` returned; the cache must be of that sequence.
+        input_ids: one sequence, the prompt or what ``generate`` returned; the cache must be of that sequence,
+        and one that ``load`` made is refused under other tokens. attention_mask: of its beginning.
         What sliding-window layers have dropped cannot be stored; ``load`` makes caches that keep it.
 
         A lost or full node stores less. Raises RefusedError for arguments that cannot be used.
         """
-        token_ids = _token_ids(input_ids)
-        if self._takes_no_part(token_ids) or self._has_holes(attention_mask):
+        token_ids = token_ids_of(input_ids)
+        check_cache(cache)
+        self._origins.check(cache, token_ids)
+        holes = has_holes(attention_mask, at_least=0, at_most=len(token_ids))
+        if self._takes_no_part(token_ids) or self._is_padded(holes) or self._is_not_what_it_was():
             return 0
         tokens = min(len(token_ids), states.length(cache))
         digests = self._digests(token_ids[:tokens], salt)
@@ -247,22 +263,28 @@ class PrefixCache:
             return self._refuse("training mode", "the model is in training mode: call model.eval()")
         if torch.is_autocast_enabled(self._layout.device.type):
             return self._refuse("autocast", "under autocast prompts are computed")
-        if stamp(self._model) != self._stamp:
-            return self._refuse(
-                "changed weights", "the model's weights have changed since: make a new PrefixCache"
-            )
+        if self._weights.changed():
+            return self._refuse(CHANGED_WEIGHTS, SAY_CHANGED_WEIGHTS)
         if attention_of(self._model) != self._attention:
             return self._refuse(
                 "changed attention", "the model's attention has changed since: make a new PrefixCache"
+            )
+        if (config_of(self._model), form_of(self._model)) != self._form:
+            return self._refuse(
+                "changed model",
+                "the model's modules, constants or configuration have changed since: make a new PrefixCache",
             )
         if not self._other_ids.isdisjoint(token_ids):
             return self._refuse("not only text", "prompts that are not only text are computed")
         return False
 
-    def _has_holes(self, attention_mask: Any) -> bool:
-        if attention_mask is None or bool(torch.as_tensor(attention_mask).all()):
-            return False
-        return self._refuse("padding", "prompts with padding, or holes in their attention mask, are computed")
+    def _is_not_what_it_was(self) -> bool:
+        return self._weights.changed_anywhere() and self._refuse(CHANGED_WEIGHTS, SAY_CHANGED_WEIGHTS)
+
+    def _is_padded(self, holes: bool) -> bool:
+        return holes and self._refuse(
+            "padding", "prompts with padding, or holes in their attention mask, are computed"
+        )
 
     def _refuse(self, why: str, message: str) -> bool:
         with self._lock:
@@ -271,20 +293,3 @@ class PrefixCache:
         if first:
             log.warning("kvferry: %s", message)
         return True
-
-
-def _token_ids(input_ids: Any) -> list[int]:
-    """Of one sequence: a tensor or list, [tokens] or [1, tokens]."""
-    try:
-        tensor = torch.as_tensor(input_ids)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise RefusedError(f"token ids must be one sequence of integers: {error}") from error
-    if tensor.dim() == 2 and tensor.shape[0] != 1:
-        raise RefusedError(
-            f"{tensor.shape[0]} sequences: give one; for several with one prefix, load that and call "
-            "batch_repeat_interleave on the cache"
-        )
-    if tensor.dim() not in (1, 2) or tensor.is_floating_point():
-        raise RefusedError(f"token ids have the shape {tuple(tensor.shape)}, type {tensor.dtype}")
-    ids: list[int] = tensor.reshape(-1).tolist()
-    return ids
