@@ -8,7 +8,7 @@ benefits were measured or planned at the hit rate given, and shrink with the hit
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvferry.errors import MisconfiguredError
 
@@ -266,7 +266,8 @@ def _moved(deal: Deal, name: str, value: float) -> Moved:
         return Moved(value, _net_at(deal, value))
     if name == "own_hit_rate":
         value = min(value, deal.hit_rate)
-    return Moved(value, _net(replace(deal, **{name: value})))
+    changed: dict[str, Any] = {name: value}
+    return Moved(value, _net(replace(deal, **changed)))
 
 
 def explain(deal: Deal) -> tuple[str, ...]:
