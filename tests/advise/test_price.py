@@ -2,11 +2,12 @@
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.advise.price import BENEFITS, HOURS, Deal, No, Part, answer, explain, parts
@@ -116,6 +117,7 @@ def test_no_part_is_negative_and_no_more_hours_are_saved_than_there_are(deal: De
     assert (No.COSTS_MORE in found.reasons) == (found.net_usd <= 0)
 
 
+@example(replace(DEAL, own_hit_rate=0.0, hit_rate=5e-324))  # as few hits added as there can be
 @given(deals)
 def test_at_the_break_even_rate_it_costs_nothing_and_below_it_costs(deal: Deal) -> None:
     deal = replace(deal, throughput_gain=0.0)
@@ -128,7 +130,8 @@ def test_at_the_break_even_rate_it_costs_nothing_and_below_it_costs(deal: Deal) 
     at = answer(replace(deal, hit_rate=found.break_even))
     assert at.net_usd >= -slack
     if found.break_even > deal.own_hit_rate:
-        assert at.net_usd <= slack
+        just_below = max(deal.own_hit_rate, found.break_even - sys.float_info.epsilon)
+        assert answer(replace(deal, hit_rate=just_below)).net_usd <= slack
         middle = (found.break_even + deal.own_hit_rate) / 2
         assert answer(replace(deal, hit_rate=middle)).net_usd <= slack
 

@@ -206,7 +206,7 @@ def _net(deal: Deal) -> float:
 def _net_at(deal: Deal, hit_rate: float) -> float:
     """At another hit rate: what was measured at the deal's shrinks and grows with the hits added."""
     added = deal.hit_rate - deal.own_hit_rate
-    scale = (hit_rate - deal.own_hit_rate) / added if added else 0.0
+    scale = (hit_rate - deal.own_hit_rate) / added if added > ROUNDING else 0.0
     usd = parts(replace(deal, hit_rate=hit_rate))
     if hit_rate != deal.hit_rate:
         for part in (Part.THROUGHPUT, Part.DEFERRED):
