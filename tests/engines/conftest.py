@@ -2,9 +2,10 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.engines.vllm_engines import ROOT, environment
@@ -27,3 +28,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command += [*MODELS, "adapter1", "adapter2"]
     subprocess.run(command, check=True, cwd=ROOT, env=environment(), capture_output=True)
     return directory
+
+
+@pytest.fixture(scope="session")
+def kit() -> Any:
+    """Models of transformers and their answers; imports torch."""
+    import tests.engines.transformers_models as kit
+
+    return kit
+
+
+@pytest.fixture
+def open_cache(
+    kit: Any, stack: ExitStack, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Callable[..., Any]:
+    """Opens a prefix cache that the test closes; all of a test share a pool. CHUNK: the module's."""
+    opened: Callable[..., Any] = kit.opener(stack, monkeypatch, chunk_tokens=request.module.CHUNK)
+    return opened

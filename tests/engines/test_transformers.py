@@ -30,14 +30,6 @@ PROMPT = 5 * CHUNK + 19
 Open = Callable[..., Any]
 
 
-@pytest.fixture(scope="module")
-def kit() -> Any:
-    """Models and answers; imports torch."""
-    import tests.engines.transformers_models as kit
-
-    return kit
-
-
 @pytest.fixture(scope="module", params=["llama", "gemma", "deepseek", "mistral", "eager", "seeing"])
 def model(request: pytest.FixtureRequest, kit: Any) -> Any:
     return kit.MODELS[request.param]()

@@ -1,7 +1,6 @@
 """transformers: a model that changes while it is in use, however it is done, takes no further part."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -12,21 +11,6 @@ pytestmark = pytest.mark.engine
 
 CHUNK = 32
 PROMPT = 3 * CHUNK + 5
-
-
-@pytest.fixture(scope="module")
-def kit() -> Any:
-    """Models and answers; imports torch."""
-    import tests.engines.transformers_models as kit
-
-    return kit
-
-
-@pytest.fixture
-def open_cache(kit: Any, stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Opens a prefix cache that the test closes; all of a test share one pool."""
-    opened: Callable[..., Any] = kit.opener(stack, monkeypatch, chunk_tokens=CHUNK)
-    return opened
 
 
 def _found(cache: Any, ids: Any) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry import __version__
-from kvferry.cli.quantities import add_token_arguments, token_bytes_of
+from kvferry.cli.quantities import add_token_arguments, flag_count, token_bytes_of
 from kvferry.cli.table import compact, count, duration, labelled, table
 from kvferry.config import format_size, parse_size
 from kvferry.errors import MisconfiguredError
@@ -19,7 +19,7 @@ from kvferry.traces.page import page
 from kvferry.traces.policies import Policy
 from kvferry.traces.reuse import ReuseLog
 from kvferry.traces.source import Malformed, TraceFile
-from kvferry.values import parse_count, parse_path
+from kvferry.values import parse_path
 
 MAX_CAPACITIES = 32
 MAX_BREAKS_SHOWN = 8
@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Read, analyse, print. 1: no line gave a request."""
     per_token = token_bytes_of(args)
-    size = _number("--block-tokens", args.block_tokens, MAX_BLOCK_TOKENS)
+    size = None
+    if args.block_tokens is not None:
+        size = flag_count("--block-tokens", args.block_tokens, highest=MAX_BLOCK_TOKENS)
     _refuse_twice(args.files)
     malformed, sources = Malformed(), [TraceFile(Path(name), block_tokens=size) for name in args.files]
     log, breaks = ReuseLog(_block_tokens(sources)), Breaks()
@@ -113,15 +115,6 @@ def _write_page(path: Path, found: dict[str, Any], per_token: int | None) -> Non
         path.write_text(text)
     except OSError as error:
         raise MisconfiguredError(f"--html: cannot write {path}: {error.strerror}") from error
-
-
-def _number(flag: str, text: str | None, highest: int) -> int | None:
-    if text is None:
-        return None
-    try:
-        return parse_count(text, lowest=1, highest=highest)
-    except MisconfiguredError as error:
-        raise MisconfiguredError(f"{flag}: {error}") from error
 
 
 def _block_tokens(sources: list[TraceFile]) -> int:

@@ -162,10 +162,7 @@ def add_token_arguments(parser: argparse.ArgumentParser) -> None:
 def token_bytes_of(args: argparse.Namespace) -> int | None:
     """KV bytes of a token over the whole replica; None where nobody said. Raises MisconfiguredError."""
     if args.kv_bytes_per_token is not None:
-        try:
-            return parse_count(args.kv_bytes_per_token, lowest=1, highest=MAX_TOKEN_BYTES)
-        except MisconfiguredError as error:
-            raise MisconfiguredError(f"--kv-bytes-per-token: {error}") from error
+        return flag_count("--kv-bytes-per-token", args.kv_bytes_per_token, highest=MAX_TOKEN_BYTES)
     if not args.model:
         return None
     sizing = Sizing(find_model(args.model), kv_dtype(args.kv_dtype))

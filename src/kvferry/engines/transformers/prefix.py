@@ -279,7 +279,7 @@ class PrefixCache:
         return False
 
     def _is_not_what_it_was(self) -> bool:
-        return self._weights.changed_anywhere() and self._refuse(CHANGED_WEIGHTS, SAY_CHANGED_WEIGHTS)
+        return self._weights.changed_between() and self._refuse(CHANGED_WEIGHTS, SAY_CHANGED_WEIGHTS)
 
     def _is_padded(self, holes: bool) -> bool:
         return holes and self._refuse(

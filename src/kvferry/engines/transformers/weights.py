@@ -69,9 +69,12 @@ class WeightsWatch:
         """Whether one was replaced or written to in place, as far as a sample shows. For every request."""
         return _stamp(self._model) != self._stamp or _sample(self._model) != self._sample
 
-    def changed_anywhere(self) -> bool:
-        """The same, after reading every byte where that is affordable: what is stored, others will use."""
-        return self.changed() or self._read() != self._contents
+    def changed_between(self) -> bool:
+        """Whether one was written to where ``changed`` does not look, by reading every byte if affordable.
+
+        Before every save, after ``changed``: what is stored, others will use.
+        """
+        return self._read() != self._contents
 
     def _read(self) -> bytes:
         tensors = [tensor for _, tensor in _tensors(self._model)]
