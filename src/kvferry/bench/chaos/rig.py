@@ -23,6 +23,7 @@ from kvferry.engines.vllm.transfers import RESERVE_TIMEOUT_S, Loader, Saver
 LOOKUP_WAIT_S = 0.05
 PAUSED_POLL_S = 0.01
 HANG_S = 180.0  # no answer is bounded so loosely: who waits for longer is stuck (or was stopped)
+LEAKED_EVERY = 8  # reservation, by a planted defect
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,6 +93,7 @@ class TimedStore:
     def __init__(self, engine: "Engine", worker: WorkerClient) -> None:
         self._engine = engine
         self.worker = worker
+        self._reservations = 0
 
     def load(self, ticket: LoadTicket) -> LoadStream:
         """As the client does."""
@@ -100,14 +102,15 @@ class TimedStore:
     def reserve(
         self, prefix: Sequence[bytes], wanted: Sequence[bytes], *, part: int, timeout_s: float
     ) -> list[ReservedSlot]:
-        """Timed; a planted leak keeps what it gets."""
+        """Timed; a planted leak keeps the first of eight, so that there is room to store the rest."""
         began = time.monotonic()
         slots = self.worker.reserve(prefix, wanted, part=part, timeout_s=timeout_s)
         outcomes = sorted({slot.outcome.value for slot in slots})
         self._engine.note(
             Kind.RESERVE, "+".join(outcomes), began, bound_s=RESERVE_TIMEOUT_S, chunks=len(wanted)
         )
-        if "leak-reservation" in self._engine.settings.plant:
+        self._reservations += 1
+        if "leak-reservation" in self._engine.settings.plant and self._reservations % LEAKED_EVERY == 1:
             return []
         return slots
 
