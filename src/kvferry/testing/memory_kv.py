@@ -15,10 +15,13 @@ class KvStore:
     """What engines of one host share: a block's bytes by rank and digest, with a checksum.
 
     epoch: counts its starts. leases: loads that engines have under way. loads, saves: gates that hold them.
+    Threads of several engines call it: what looks at more than one block, or changes one it looked at, holds
+    the lock.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[int, bytes], tuple[bytes, bytes]] = {}
+        self._lock = threading.Lock()
         self.up = True
         self.epoch = 1
         self.leases = 0
@@ -29,34 +32,39 @@ class KvStore:
 
     def present(self, digests: Sequence[bytes], *, ranks: int) -> int:
         """How many of these, from the first on, every rank has."""
-        for count, digest in enumerate(digests):
-            if not self.up or any((rank, digest) not in self._blocks for rank in range(ranks)):
-                return count
-        return len(digests)
+        with self._lock:
+            for count, digest in enumerate(digests):
+                if not self.up or any((rank, digest) not in self._blocks for rank in range(ranks)):
+                    return count
+            return len(digests)
 
     def read(self, rank: int, digest: bytes) -> bytes | None:
         """The bytes, if they are there and right. Damaged ones are removed."""
-        data, wanted = self._blocks.get((rank, digest), (b"", b"")) if self.up else (b"", b"")
-        if checksum(data) == wanted:
-            return data
-        self._blocks.pop((rank, digest), None)
-        return None
+        with self._lock:
+            data, wanted = self._blocks.get((rank, digest), (b"", b"")) if self.up else (b"", b"")
+            if checksum(data) == wanted:
+                return data
+            self._blocks.pop((rank, digest), None)
+            return None
 
     def write(self, rank: int, digest: bytes, data: bytes) -> None:
         """Publish a block."""
-        if self.up:
-            self._blocks.setdefault((rank, digest), (data, checksum(data)))
+        with self._lock:
+            if self.up:
+                self._blocks.setdefault((rank, digest), (data, checksum(data)))
 
     def damage(self, *, rank: int | None) -> None:
         """One byte of every block, or of every block of one rank."""
-        for key, (data, wanted) in list(self._blocks.items()):
-            if rank in (None, key[0]):
-                self._blocks[key] = (bytes([data[0] ^ 1]) + data[1:], wanted)
+        with self._lock:
+            for key, (data, wanted) in list(self._blocks.items()):
+                if rank in (None, key[0]):
+                    self._blocks[key] = (bytes([data[0] ^ 1]) + data[1:], wanted)
 
     def stop(self) -> None:
         """Gone, with all it held."""
-        self.up = False
-        self._blocks.clear()
+        with self._lock:
+            self.up = False
+            self._blocks.clear()
 
     def restart(self) -> None:
         """There again, empty, under a new epoch."""
