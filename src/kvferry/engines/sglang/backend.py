@@ -285,11 +285,13 @@ class KvferryStorage(HiCacheStorage):  # type: ignore[misc]
         """
         config = self._config
         several = int(config.tp_size) * int(config.attn_cp_size) > 1
-        if several and any(shared_by_ranks(pool.pool, config) for pool in self._pools.values()):
+        with self._lock:
+            pools = dict(self._pools)
+        if several and any(shared_by_ranks(pool.pool, config) for pool in pools.values()):
             self.guard.turn_off("the storage was cleared; ranks that share pages begin anew when restarted")
             return
         self._generation = os.urandom(16).hex()
-        for name, known in list(self._pools.items()):
+        for name, known in pools.items():
             added = self._stored(name, known.pool)
             with self._lock:
                 self._pools[name] = added
