@@ -17,7 +17,8 @@ SPANS = {
 FIXED_WIDTH = frozenset(
     {
         "gemma", "gemma2", "gemma3n", "gemma3n_text", "glm4_moe", "gpt_oss", "llama4", "llama4_text",
-        "minimax_m2", "ministral3", "nemotron_h", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_text",
+        "minimax_m2", "ministral3", "nemotron_h", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
+        "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_text", "qwen4_exp", "qwen4_exp_text",
         "qwen3_vl_text", "qwen3_vl_moe_text", "seed_oss",
     }
 )  # fmt: skip
@@ -85,6 +86,8 @@ def layer_spans(facts: Facts, count: int, default: Callable[[int], Span]) -> lis
 
 def spread(facts: Facts, spans: Sequence[Span], heads: Heads) -> tuple[Layer, ...]:
     """Layers of the same heads, each with its span."""
+    if facts.has("sliding_windows"):
+        return _own_windows(facts, spans, heads)
     window = facts.number("sliding_window") if Span.WINDOW in spans else 0
     chunk = facts.number("attention_chunk_size") if Span.CHUNK in spans else 0
     longest = facts.optional("max_position_embeddings")
@@ -97,11 +100,35 @@ def spread(facts: Facts, spans: Sequence[Span], heads: Heads) -> tuple[Layer, ..
     return tuple(Layer(span, tokens[span], heads=heads) for span in spans)
 
 
+def _own_windows(facts: Facts, spans: Sequence[Span], heads: Heads) -> tuple[Layer, ...]:
+    """Each sliding layer has a window of its own."""
+    if Span.CHUNK in spans:
+        raise facts.refuse("sliding_windows stands beside layers that attend within chunks")
+    windows = facts.numbers("sliding_windows", length=len(spans))
+    if any(span is Span.WINDOW and not window for span, window in zip(spans, windows, strict=True)):
+        raise facts.refuse("sliding_windows has no window for a layer that slides")
+    return tuple(
+        Layer(span, window if span is Span.WINDOW else 0, heads=heads)
+        for span, window in zip(spans, windows, strict=True)
+    )
+
+
 def full(facts: Facts) -> tuple[Layer, ...]:
     """Every layer keeps every token."""
+    if isinstance(facts.fields.get("num_key_value_heads"), list):
+        return of_own_number(facts, "num_key_value_heads")
     heads = plain_heads(facts)
     spans = layer_spans(facts, layer_count(facts), lambda _: Span.FULL)
     return spread(facts, spans, heads)
+
+
+def of_own_number(facts: Facts, field: str) -> tuple[Layer, ...]:
+    """Each layer has KV heads of its own number, in a list; 0 where it does not attend."""
+    width = head_dim(facts)
+    return tuple(
+        Layer(Span.FULL, heads=Heads(kv_heads, width, width)) if kv_heads else Layer(Span.NONE)
+        for kv_heads in facts.numbers(field, length=layer_count(facts))
+    )
 
 
 def full_own_heads(facts: Facts) -> tuple[Layer, ...]:
@@ -121,6 +148,7 @@ def switched(facts: Facts) -> tuple[Layer, ...]:
     heads = plain_heads(facts)
     count = layer_count(facts)
     if not facts.flag("use_sliding_window", default=False):
+        facts.words("layer_types", length=count)
         if facts.optional("sliding_window"):
             facts.note(
                 "sliding_window is in the config but use_sliding_window is false: every layer keeps all"
@@ -163,15 +191,10 @@ def gemma3n(facts: Facts) -> tuple[Layer, ...]:
 
 def gemma4(facts: Facts) -> tuple[Layer, ...]:
     """Full layers have heads of their own number and width; the last layers may share KV."""
-    facts.need(
-        "num_hidden_layers",
-        "num_key_value_heads",
-        "head_dim",
-        "global_head_dim",
-        "sliding_window",
-        "layer_types",
-    )
-    local, wide = facts.number("head_dim"), facts.number("global_head_dim")
+    facts.need("num_hidden_layers", "num_key_value_heads", "head_dim", "sliding_window", "layer_types")
+    local = wide = facts.number("head_dim")
+    if not facts.has("per_layer_config"):  # which says the same of each layer
+        wide = facts.number("global_head_dim")
     kv_heads = facts.number("num_key_value_heads")
     # The field counts only where keys serve as values too: the two come together in every published config.
     own = facts.has("num_global_key_value_heads") and facts.flag("attention_k_eq_v", default=True)
@@ -254,10 +277,12 @@ def llama4(facts: Facts) -> tuple[Layer, ...]:
     heads = plain_heads(facts)
     count = layer_count(facts)
     if "attention_chunk_size" in facts.fields and not facts.has("attention_chunk_size"):
+        facts.settle("layer_types")
         return (Layer(Span.FULL, heads=heads),) * count
     facts.need("attention_chunk_size")
     rotary = facts.numbers("no_rope_layers", length=count)
     if rotary:
+        facts.settle("layer_types")
         spans = [Span.CHUNK if has else Span.FULL for has in rotary]
     elif facts.has("layer_types"):
         spans = layer_spans(facts, count, lambda _: Span.FULL)
@@ -269,6 +294,7 @@ def llama4(facts: Facts) -> tuple[Layer, ...]:
 
 def mimo_v2(facts: Facts) -> tuple[Layer, ...]:
     """``hybrid_layer_pattern`` marks sliding layers with 1; they have heads of their own. Keys are wide."""
+    facts.settle("attention_chunk_size", "layer_types")  # the first has no meaning in this architecture
     facts.need(
         "num_hidden_layers", "hybrid_layer_pattern", "num_key_value_heads", "head_dim", "v_head_dim",
         "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim",
@@ -286,6 +312,8 @@ def mimo_v2(facts: Facts) -> tuple[Layer, ...]:
 
 def block_configs(facts: Facts) -> tuple[Layer, ...]:
     """Nemotron of neural architecture search: each block says how many heads share a KV head, or has none."""
+    if facts.has("num_key_value_heads_per_layer") and not facts.has("block_configs"):
+        return of_own_number(facts, "num_key_value_heads_per_layer")
     facts.need("num_hidden_layers", "num_attention_heads", "block_configs")
     heads, width = facts.number("num_attention_heads"), head_dim(facts)
     layers = []
@@ -325,6 +353,13 @@ def hunyuan(facts: Facts) -> tuple[Layer, ...]:
 def minimax_m3(facts: Facts) -> tuple[Layer, ...]:
     """Sparse layers keep the key of an indexer beside their KV."""
     heads = plain_heads(facts)
+    if not facts.has("sparse_attention_config") and facts.has("layer_types"):
+        kinds = facts.words("layer_types", length=layer_count(facts))
+        for kind in kinds:
+            if kind not in ("full_attention", "minimax_m3_sparse"):
+                raise facts.unknown("layer_types", kind, ("full_attention", "minimax_m3_sparse"))
+        key = {"minimax_m3_sparse": Index(facts.number("index_head_dim"), 0)}
+        return tuple(Layer(Span.FULL, heads=heads, index=key.get(kind)) for kind in kinds)
     sparse = facts.inner("sparse_attention_config")
     if not sparse.flag("use_sparse_attention", default=True):
         return (Layer(Span.FULL, heads=heads),) * layer_count(facts)

@@ -18,6 +18,7 @@ class Facts:
         self.name = name
         self.model_type = model_type
         self.used: dict[str, Any] = {}
+        self.settled: set[str] = set()
         self.notes: list[str] = []
 
     def refuse(self, message: str) -> MisconfiguredError:
@@ -105,7 +106,7 @@ class Facts:
     def numbers(self, field: str, *, length: int | None = None) -> Sequence[int]:
         """A list of whole numbers from 0; empty where it is left out."""
         value = self.listing(field, length=length)
-        if not all(isinstance(entry, int) and 0 <= entry <= MAX_DIM for entry in value):
+        if not all(type(entry) is int and 0 <= entry <= MAX_DIM for entry in value):
             raise self.refuse(f"{field} has an entry that is no whole number from 0")
         return value
 
@@ -115,9 +116,18 @@ class Facts:
         value = self.fields[field]
         if not isinstance(value, Mapping):
             raise self.refuse(f"{field} is {value!r}: an object with fields is needed")
-        nested = Facts(value, name=self.name, model_type=self.model_type)
-        nested.used, nested.notes = self.used, self.notes
-        return nested
+        self.settle(field)
+        return self.under(value)
+
+    def under(self, fields: Mapping[str, Any]) -> "Facts":
+        """Other fields of the same config: what is read and told there counts here too."""
+        found = Facts(fields, name=self.name, model_type=self.model_type)
+        found.used, found.settled, found.notes = self.used, self.settled, self.notes
+        return found
+
+    def settle(self, *fields: str) -> None:
+        """These may be there, and say nothing that was not read elsewhere."""
+        self.settled.update(fields)
 
     def unknown(self, field: str, value: object, known: Iterable[str]) -> MisconfiguredError:
         """The error for a value whose meaning is not known here."""

@@ -60,6 +60,7 @@ class State:
     groups: their number; 0 where there are none.
     heads, rows, columns: of the recurrent state; heads are split over tensor-parallel ranks.
     recurrent_bytes: bytes of one of its elements.
+    repeated: whether every tensor-parallel rank keeps all of it.
     """
 
     conv_channels: int
@@ -70,6 +71,7 @@ class State:
     recurrent_bytes: int
     groups: int = 0
     group_channels: int = 0
+    repeated: bool = False
 
 
 @dataclass(frozen=True, slots=True)

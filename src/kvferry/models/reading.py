@@ -5,7 +5,7 @@ from typing import Any
 
 from kvferry.config import suggestion
 from kvferry.errors import MisconfiguredError
-from kvferry.models import attention, latent, recurrent
+from kvferry.models import attention, latent, mamba, older, overrides, recurrent
 from kvferry.models.facts import Facts
 from kvferry.models.layers import Layer, Model
 
@@ -32,23 +32,35 @@ def _table(groups: Mapping[Reader, str]) -> dict[str, Reader]:
 READERS: dict[str, Reader] = _table(
     {
         attention.full: (
-            "llama cohere gemma olmo olmo2 olmoe granite granitemoe granitemoeshared glm glm4 glm4_moe "
-            "glm4v_text glm4v_moe_text internlm2 internlm3 exaone nemotron seed_oss ernie4_5 ernie4_5_moe "
-            "minimax_m2 stablelm arcee apertus bitnet aquila phi qwen3_vl_text qwen3_vl_moe_text minicpm "
-            "solar_open helium"
+            "apertus aquila arcee arctic aria_text bailing_moe bailing_moe_v2 bailing_moe_v2_5 bitnet "
+            "cohere cosmos3_edge_text csm cwm deepseek deepseek_ocr2_text diffllama doge "
+            "emu3_text_model ernie4_5 ernie4_5_moe ernie4_5_moe_vl ernie4_5_vl_moe_text flex_olmo "
+            "gemma glm glm4 glm4_moe glm4v_moe_text glm4v_text glm_ocr_text granite "
+            "granite4_vision_text granitemoe granitemoeshared helium hunyuan_vl_text hy_v3 "
+            "hyperclovax internlm2 internlm3 jais2 llama minicpm minimax_m2 molmo nanochat nemotron "
+            "olmo olmo2 olmoe orion paddleocr_vl_text phi plamo3 qwen3_vl_moe_text qwen3_vl_text "
+            "seed_oss solar_open stablelm"
         ),
-        attention.full_own_heads: "gpt_neox baichuan xverse",
-        attention.windowed: "mistral mixtral phi3 phimoe starcoder2 ministral3",
+        attention.full_own_heads: (
+            "gpt_neox gpt_neox_japanese baichuan xverse opt persimmon biogpt qwen internlm"
+        ),
+        attention.windowed: (
+            "mistral mixtral phi3 phi3_v phi4mm phi4_multimodal phimoe starcoder2 ministral3 "
+            "kyutai_speech_to_text voxtral_realtime_text"
+        ),
         attention.switched: (
             "qwen2 qwen2_moe qwen3 qwen3_moe qwen2_5_omni_text qwen3_omni_moe_text smollm3 "
             "qwen2_vl_text qwen2_5_vl_text qwen2_vl qwen2_5_vl mimo dots1"
         ),
-        attention.listed: "afmoe exaone4 exaone_moe ministral granite_swa cohere2_moe",
+        attention.listed: (
+            "afmoe cohere2_moe exaone4 exaone_moe granite_swa granitemoe_swa laguna mellum ministral "
+            "muse_glimmer_text"
+        ),
         attention.step: "step3p5 step3p7",
         attention.gemma2: "gemma2 vaultgemma",
         attention.gemma3: "gemma3_text gemma3",
         attention.gemma3n: "gemma3n_text gemma3n",
-        attention.gemma4: "gemma4_text gemma4",
+        attention.gemma4: "gemma4_text gemma4 gemma4_unified_text",
         attention.cohere2: "cohere2",
         attention.olmo3: "olmo3",
         attention.gpt_oss: "gpt_oss",
@@ -60,13 +72,35 @@ READERS: dict[str, Reader] = _table(
         latent.latent: (
             "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 glm_moe_dsa glm4_moe_lite pangu_ultra_moe axk1"
         ),
+        latent.indexed: "hy_v4",
+        latent.expanded: "axk2 youtu mistral4 sarvam_mla",
         latent.twice: "longcat_flash",
-        latent.compressed: "deepseek_v4",
-        recurrent.gated_delta: "qwen3_next qwen3_5_text qwen3_5_moe_text qwen3_5 qwen3_5_moe",
+        latent.windows_and_latents: "dots3_note",
+        latent.pooled: "glm5_next_text glm5_next",
+        latent.compressed: "deepseek_v4 deepseek_ref",
+        recurrent.gated_delta: "qwen3_next qwen3_5_text qwen3_5_moe_text qwen3_5 qwen3_5_moe olmo_hybrid",
+        recurrent.indexed_delta: "qwen4_exp_text qwen4_exp",
+        recurrent.short_convolutions: "inkling_text inkling_model inkling_mm_model",
         recurrent.nemotron_h: "nemotron_h",
         recurrent.granite_hybrid: "granitemoehybrid",
         recurrent.lfm2: "lfm2 lfm2_moe",
         recurrent.kimi_linear: "kimi_linear",
+        mamba.mamba: "mamba falcon_mamba",
+        mamba.mamba_2: "mamba2",
+        mamba.jamba: "jamba",
+        mamba.bamba: "bamba",
+        mamba.falcon_h1: "falcon_h1",
+        mamba.zamba2: "zamba2",
+        mamba.recurrent_gemma: "recurrent_gemma",
+        mamba.minimax: "minimax minimax_text_01 minimax_m1",
+        older.one_head_each: "bloom codegen gpt2 gptj xglm",
+        older.grouped: "exaone",
+        older.falcon: "falcon",
+        older.gpt_bigcode: "gpt_bigcode",
+        older.mosaic: "dbrx mpt",
+        older.chatglm: "chatglm",
+        older.jetmoe: "jetmoe",
+        older.openelm: "openelm",
     }
 )
 
@@ -97,7 +131,9 @@ def read_model(config: Mapping[str, Any], *, name: str, source: str = "", parame
         )
     facts = Facts(text, name=name, model_type=model_type)
     _check_heads(Facts(text, name=name, model_type=model_type))
-    layers = READERS[model_type](facts)
+    layers = overrides.apply(facts, READERS[model_type](facts))
+    overrides.refuse_unread(facts)
+    overrides.note_drafts(facts)
     if not any(layer.keeps for layer in layers):
         raise facts.refuse("no layer keeps KV or state; is this the model's own config.json?")
     context = max((facts.optional(field) for field in CONTEXT_FIELDS[:1] if facts.has(field)), default=0)

@@ -45,7 +45,9 @@ def reserved_bytes(pages: tuple[tuple[Layer, int, int], ...], tokens: int, rules
     pages: the layers that keep anything, each with its bytes per token and of state on this rank.
     """
     if any(layer.every > 1 for layer, _, _ in pages):
-        return sum(_compressed(layer, nbytes, tokens, rules) for layer, nbytes, _ in pages)
+        return sum(
+            _compressed(layer, nbytes, tokens, rules) + STATE_BLOCKS * state for layer, nbytes, state in pages
+        )
     kinds = Counter((layer.span, layer.span_tokens, nbytes, state) for layer, nbytes, state in pages)
     if not kinds:
         return 0

@@ -67,6 +67,8 @@ def state_bytes(layer: Layer, tensor: int = 1) -> int:
     state = layer.state
     if state is None:
         return 0
+    if state.repeated:
+        tensor = 1
     recurrent = (
         _share(state.heads, tensor, "state heads") * state.rows * state.columns * state.recurrent_bytes
     )
