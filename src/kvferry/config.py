@@ -101,12 +101,13 @@ def parse_size(text: str | int) -> int:
 
 
 def format_size(nbytes: float) -> str:
-    """Bytes for people: ``1.5 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" or nbytes == int(nbytes) else f"{nbytes:.1f} {unit}"
+    """Bytes for people, in powers of 1,024: ``512 B``, ``1.5 MiB``, ``47.84 GiB``, ``16 TiB``."""
+    power = 0
+    while abs(nbytes) >= 1024 and power < 4:
         nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
+        power += 1
+    places = 0 if nbytes == int(nbytes) or not power else 1 + (power > 2 and abs(nbytes) < 100)
+    return f"{nbytes:.{places}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def _parse_limit(text: str | int) -> int:

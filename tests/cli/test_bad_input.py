@@ -45,7 +45,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         (["frobnicate"], "'frobnicate'", f"there are {', '.join(sorted(VERBS))}"),
         (["node", "--pol", "1GiB"], "--pol", "did you mean --pool?"),
         (["node", "--pool", "much"], "'much'", "write it like 4GiB"),
-        (["node", "--pool", "500TiB"], "500.0 TiB", "larger than this host's memory"),
+        (["node", "--pool", "500TiB"], "500 TiB", "larger than this host's memory"),
         (["node", "--valkey", "valky://h"], "'valky'", "did you mean valkey://?"),
         (["node", "--valkey", "valkey://h:port"], "'port'", "a number from 1 to 65535"),
         (["node", "--valkey", "valkey://u:secret@h"], "valkey://h:6379", "KVFERRY_VALKEY_PASSWORD"),

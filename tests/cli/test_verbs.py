@@ -158,7 +158,7 @@ def test_the_status_of_a_large_node_fits_a_hundred_columns(node: Node) -> None:
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "0"), (999_999, "999,999"), (1_000_000, "1.0 M"), (999_999_999, "999.9 M"), (5.04e12, "5.0 T")],
+    [(0, "0"), (999_999, "999,999"), (1_000_000, "1.0 mn"), (999_999_999, "999.9 mn"), (5.04e12, "5.0 tn")],
 )
 def test_large_counts_take_seven_columns(number: float, text: str) -> None:
     assert compact(number) == text

@@ -8,12 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from kvferry import __version__
-from kvferry.cli.quantities import add_token_arguments, flag_count, token_bytes_of
+from kvferry.cli.quantities import (
+    add_token_arguments,
+    flag_count,
+    formula,
+    token_bytes_of,
+    token_bytes_why,
+)
 from kvferry.cli.table import compact, count, duration, labelled, table
 from kvferry.config import format_size, parse_size
 from kvferry.errors import MisconfiguredError
 from kvferry.traces import findings
 from kvferry.traces.breaks import Breaks
+from kvferry.traces.explained import explain
 from kvferry.traces.formats import MAX_BLOCK_TOKENS, Clock
 from kvferry.traces.page import page
 from kvferry.traces.policies import Policy
@@ -41,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of logs of text or tokens (default 64); hashed traces have their own",
     )
     parser.add_argument("--html", metavar="PATH", help="also write a page with charts")
+    parser.add_argument("--explain", action="store_true", help="how each number came about")
     parser.add_argument("--json", action="store_true", help="the whole document, for programs")
 
 
@@ -90,9 +98,13 @@ def main(args: argparse.Namespace) -> int:
             clock=_clock(sources),
         ),
     }
+    found["explanation"] = explain(found, token_bytes=token_bytes_why(args))
     if args.html is not None:
         _write_page(parse_path(args.html), found, per_token)
     print(json.dumps(found, indent=2) if args.json else render(found))
+    if args.explain and not args.json:
+        print("\nHow the numbers came about:")
+        print(formula(found["explanation"]))
     if not len(log):
         print("kvferry: no line gave a request; see the reasons above", file=sys.stderr)
     return 0 if len(log) else 1
@@ -108,9 +120,7 @@ def _refuse_twice(names: list[str]) -> None:
 
 
 def _write_page(path: Path, found: dict[str, Any], per_token: int | None) -> None:
-    rows = found["reuse"]["by_capacity"] if found["reuse"] else []
-    label = [format_size(row["tokens"] * per_token) if per_token else compact(row["tokens"]) for row in rows]
-    text = page(found, text=render(found), label=label, version=__version__)
+    text = page(found, text=render(found), held=lambda tokens: _held(tokens, per_token), version=__version__)
     try:
         path.write_text(text)
     except OSError as error:
@@ -262,10 +272,12 @@ def _breaks(breaks: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _slices(rows: list[dict[str, Any]], over: str, per_token: int | None) -> str:
-    def held(tokens: int) -> str:
-        return format_size(tokens * per_token) if per_token else compact(tokens)
+def _held(tokens: int, per_token: int | None) -> str:
+    """So many tokens, as their KV where a token's bytes are known."""
+    return format_size(tokens * per_token) if per_token else compact(tokens)
 
+
+def _slices(rows: list[dict[str, Any]], over: str, per_token: int | None) -> str:
     unit = "KV" if per_token else "TOKENS"
     start = "FROM" if over == "time" else "REQUEST"
     head = [start, "REQUESTS", "INPUT", f"IN USE, {unit}", f"NEW, {unit}", "HIT"]
@@ -276,8 +288,8 @@ def _slices(rows: list[dict[str, Any]], over: str, per_token: int | None) -> str
                 duration(row["start"]) if over == "time" else count(row["start"]),
                 count(row["requests"]),
                 compact(row["input_tokens"]),
-                held(row["touched_tokens"]),
-                held(row["new_tokens"]),
+                _held(row["touched_tokens"], per_token),
+                _held(row["new_tokens"], per_token),
                 _percent(row["hit_tokens"] / row["input_tokens"] if row["input_tokens"] else None),
             ]
             for row in rows

@@ -8,7 +8,6 @@ from typing import Any
 
 from kvferry.cli.quantities import (
     add_model_arguments,
-    binary,
     default_contexts,
     flag_count,
     formula,
@@ -19,7 +18,7 @@ from kvferry.cli.quantities import (
     tokens,
 )
 from kvferry.cli.table import labelled, table
-from kvferry.config import parse_size
+from kvferry.config import format_size, parse_size
 from kvferry.errors import MisconfiguredError
 from kvferry.models.concurrency import (
     WEIGHT_BYTES,
@@ -215,7 +214,7 @@ def explain(plan: Plan) -> list[str]:
         f"- weights {budget.weights_bytes:,} B / {budget.ranks} = {budget.rank_weights_bytes:,} B "
         f"({plan.weights.why})",
         f"- overhead {budget.overhead_bytes:,} B",
-        f"= {budget.kv_bytes:,} B = {binary(budget.kv_bytes)} for KV per GPU",
+        f"= {budget.kv_bytes:,} B = {format_size(budget.kv_bytes)} for KV per GPU",
     ]
     for sizing in plan.sizings:
         reserved = sizing.request(context).gpu_reserved
@@ -243,8 +242,8 @@ def render(plan: Plan) -> str:
             f"per GPU {budget.usable_bytes / 1e9:.1f} GB usable at {budget.utilization:g} "
             f"- {budget.rank_weights_bytes / 1e9:.1f} GB weights "
             f"- {budget.overhead_bytes / 1e9:.1f} GB overhead "
-            f"= {budget.kv_bytes / 1e9:.1f} GB ({binary(budget.kv_bytes)}) for KV; "
-            f"per replica {binary(budget.kv_bytes * budget.ranks)}",
+            f"= {budget.kv_bytes / 1e9:.1f} GB ({format_size(budget.kv_bytes)}) for KV; "
+            f"per replica {format_size(budget.kv_bytes * budget.ranks)}",
         ),
     ]
     if gpu.usd_per_hour:
@@ -252,6 +251,10 @@ def render(plan: Plan) -> str:
             labelled(
                 "price", f"{gpu.usd_per_hour * plan.count:,.2f} USD per hour ({gpu.price_date or 'undated'})"
             )
+        )
+    else:
+        lines.append(
+            labelled("price", f"not known for {gpu.name}; give yours with --gpus-file FILE (usd_per_hour)")
         )
     head = ["tokens"]
     for sizing in plan.sizings:
@@ -263,7 +266,7 @@ def render(plan: Plan) -> str:
         for sizing in plan.sizings:
             number = requests_in_flight(budget, sizing, context)
             row += [
-                binary(sizing.request(context).gpu_reserved),
+                format_size(sizing.request(context).gpu_reserved),
                 f"{number:,}",
                 f"{number * plan.replicas:,}",
             ]

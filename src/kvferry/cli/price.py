@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvferry.advise.price import BENEFITS, HOURS, Answer, Deal, Part, answer, explain
-from kvferry.cli.quantities import add_token_arguments, formula, token_bytes_of
+from kvferry.cli.quantities import add_token_arguments, formula, mean_tokens, token_bytes_of
 from kvferry.cli.table import COLUMNS, labelled, table
 from kvferry.errors import MisconfiguredError
 from kvferry.models.gpus import find_gpu
@@ -18,7 +18,7 @@ PRICES_OF = "AWS us-east-1, list of 2025"
 # flag -> (field, default, highest, help)
 NUMBERS: dict[str, tuple[str, float | None, float, str]] = {
     "--requests-s": ("requests_s", None, 1e9, "requests a second, mean of the month"),
-    "--prompt-tokens": ("prompt_tokens", None, 1e9, "mean tokens of a prompt"),
+    "--prompt-tokens": ("prompt_tokens", None, 1e9, "mean tokens of a prompt, like 20000 or 16K (x 1,024)"),
     "--prefill-tokens-s": ("prefill_tokens_s", None, 1e9, "prefill of one GPU, measured, tokens a second"),
     "--hit-rate": ("hit_rate", None, 1.0, "share of prompt tokens reused with the cache (kvferry analyze)"),
     "--own-hit-rate": ("own_hit_rate", None, 1.0, "the same without it: vllm:prefix_cache_hits / _queries"),
@@ -76,6 +76,13 @@ def number(flag: str, text: str, *, highest: float) -> float:
     return value
 
 
+def _tokens(flag: str, text: str) -> float:
+    try:
+        return mean_tokens(text)
+    except MisconfiguredError as error:
+        raise MisconfiguredError(f"{flag}: {error}") from error
+
+
 def deal_of(args: argparse.Namespace) -> Deal:
     """What the arguments say. Raises MisconfiguredError, naming all that is missing."""
     given: dict[str, Any] = {}
@@ -83,7 +90,9 @@ def deal_of(args: argparse.Namespace) -> Deal:
     for flag, (field, default, highest, _) in NUMBERS.items():
         text = getattr(args, flag[2:].replace("-", "_"))
         if text is not None:
-            given[field] = number(flag, text, highest=highest)
+            given[field] = (
+                _tokens(flag, text) if field == "prompt_tokens" else number(flag, text, highest=highest)
+            )
         elif default is not None:
             given[field] = default
         elif field != "gpu_usd_hour":
@@ -123,7 +132,7 @@ def document(deal: Deal, found: Answer) -> dict[str, Any]:
             name: [{"value": moved.value, "net_usd_per_month": moved.net_usd} for moved in pair]
             for name, pair in found.sensitivity.items()
         },
-        "formula": explain(deal),
+        "explanation": explain(deal),
     }
 
 

@@ -25,6 +25,11 @@ _TOKENS = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMG]?)", re.IGNORECASE)
 
 def parse_tokens(text: str) -> int:
     """``28000``, ``128K`` (131,072) or ``1M`` (1,048,576). Raises MisconfiguredError."""
+    return int(mean_tokens(text))
+
+
+def mean_tokens(text: str) -> float:
+    """The same, where parts of a token make sense. Raises MisconfiguredError."""
     match = _TOKENS.fullmatch(text.strip().replace(",", ""))
     if match is None:
         raise MisconfiguredError(f"{text!r} is no number of tokens; write it like 28000 or 128K (x 1,024)")
@@ -32,7 +37,7 @@ def parse_tokens(text: str) -> int:
     if not 1 <= number <= MAX_TOKENS:
         shown = text if len(text) <= 40 else f"{text[:20]}..."
         raise MisconfiguredError(f"{shown!r} is outside 1 to {MAX_TOKENS:,} tokens")
-    return int(number)
+    return number
 
 
 def tokens(number: int) -> str:
@@ -41,15 +46,6 @@ def tokens(number: int) -> str:
         if number >= size and not number % size:
             return f"{number // size}{unit}"
     return f"{number:,}"
-
-
-def binary(nbytes: float) -> str:
-    """Bytes in powers of 1,024: ``16.00 GiB``."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:,.0f} B" if unit == "B" else f"{nbytes:,.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:,.2f} GiB"
 
 
 def formula(lines: Sequence[str]) -> str:
@@ -170,3 +166,18 @@ def token_bytes_of(args: argparse.Namespace) -> int | None:
     if not found:
         raise MisconfiguredError(f"{args.model} keeps no KV per token: it has recurrent state alone")
     return found
+
+
+def token_bytes_why(args: argparse.Namespace) -> list[str]:
+    """Where ``token_bytes_of`` has its figure from, for those who ask. Raises MisconfiguredError."""
+    found = token_bytes_of(args)
+    if found is None:
+        return []
+    if args.kv_bytes_per_token is not None:
+        return [f"KV of a token = {found:,} B, as given by --kv-bytes-per-token"]
+    sizing = Sizing(find_model(args.model), kv_dtype(args.kv_dtype))
+    return [
+        f"KV of a token of {sizing.model.name} = {sizing.full_token_bytes:,} B in layers that keep all + "
+        f"{sizing.bounded_token_bytes:,} B in those with a window = {found:,} B in {args.kv_dtype}, one copy "
+        f"(kvferry size {args.model} --explain)"
+    ]

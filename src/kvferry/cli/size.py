@@ -6,7 +6,6 @@ from typing import Any
 
 from kvferry.cli.quantities import (
     add_model_arguments,
-    binary,
     default_contexts,
     formula,
     model_of,
@@ -16,6 +15,7 @@ from kvferry.cli.quantities import (
     tokens,
 )
 from kvferry.cli.table import COLUMNS, clip, labelled, table
+from kvferry.config import format_size
 from kvferry.errors import MisconfiguredError
 from kvferry.models.catalogue import entries
 from kvferry.models.formula import explain, kind_name
@@ -114,23 +114,23 @@ def render(sizing: Sizing, contexts: list[int]) -> str:
             f"GPU{'s' if gpus > 1 else ''} per replica",
         ),
     ]
-    per_token = f"{sizing.full_token_bytes:,} B for good ({binary(sizing.full_token_bytes)})"
+    per_token = f"{sizing.full_token_bytes:,} B for good ({format_size(sizing.full_token_bytes)})"
     if sizing.bounded_token_bytes:
         spans = " and ".join(f"{span:,}" for span in sizing.spans)
         per_token += f", {sizing.bounded_token_bytes:,} B within windows of {spans} tokens"
     lines.append(labelled("token", f"{per_token}; one copy"))
     if sizing.state_bytes:
         lines.append(
-            labelled("state", f"{sizing.state_bytes:,} B ({binary(sizing.state_bytes)}) per sequence")
+            labelled("state", f"{sizing.state_bytes:,} B ({format_size(sizing.state_bytes)}) per sequence")
         )
     rows = [
         [
             tokens(request.tokens),
-            binary(request.kv + request.state),
-            binary(request.gpu_live),
-            binary(request.gpu_reserved),
-            binary(request.replica_live),
-            binary(request.replica_reserved),
+            format_size(request.kv + request.state),
+            format_size(request.gpu_live),
+            format_size(request.gpu_reserved),
+            format_size(request.replica_live),
+            format_size(request.replica_reserved),
         ]
         for request in map(sizing.request, contexts)
     ]

@@ -35,10 +35,15 @@ def count(number: float) -> str:
 
 
 def compact(number: float) -> str:
-    """In at most 7 columns: ``123,456``, ``12.3 M``, ``1.2 G``, ``5.0 T``."""
+    """In few columns: ``123,456``, ``12.3 mn`` (million), ``1.2 bn`` (10^9), ``5.0 tn`` (10^12).
+
+    Not K, M or G: those are powers of 1,024 in lengths of prompts.
+    """
     if number < 1e6:
         return count(number)
-    size, unit = next((size, unit) for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if number >= size)
+    size, unit = next(
+        (size, unit) for size, unit in ((1e12, "tn"), (1e9, "bn"), (1e6, "mn")) if number >= size
+    )
     return f"{number // (size / 10) / 10:.1f} {unit}"
 
 

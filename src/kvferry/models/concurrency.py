@@ -109,7 +109,7 @@ def weights_of(model: Model, dtype: str | None, given: int | None) -> Weights:
     name = dtype or "bf16"
     nbytes = WEIGHT_BYTES[name]
     return Weights(
-        round(model.parameters * nbytes), f"{model.parameters / 1e9:g} G parameters x {nbytes:g} B ({name})"
+        round(model.parameters * nbytes), f"{model.parameters / 1e9:g} bn parameters x {nbytes:g} B ({name})"
     )
 
 

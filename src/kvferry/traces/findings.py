@@ -108,7 +108,8 @@ def gaps(log: ReuseLog, *, clock: Clock = Clock.TRACE) -> dict[str, Any] | None:
         "backwards_tokens": backwards,
         "longest_s": longest,
         "within": [
-            {"gap_s": limit, "share": tokens / total} for limit, tokens in zip(GAPS_S, within, strict=True)
+            {"gap_s": limit, "share": tokens / total, "tokens": tokens}
+            for limit, tokens in zip(GAPS_S, within, strict=True)
         ],
     }
 
@@ -140,6 +141,10 @@ def _traffic(log: ReuseLog, clock: Clock) -> dict[str, Any]:
         "input_to_output": ratio,
         "input_quantiles": quantiles(log.input_tokens),
         "output_quantiles": quantiles(outputs),
+        "last_half": {
+            "first_request": last_half(log),
+            "input_tokens": sum(log.input_tokens[last_half(log) :]),
+        },
         "sessions": log.sessions or None,
         "times_going_back": sum(later < earlier for earlier, later in pairwise(log.time_s))
         if _one_clock(log, clock)
@@ -171,4 +176,6 @@ def _rates(log: ReuseLog, tokens: int, last_half_tokens: int) -> dict[str, float
     return {
         "whole_trace": tokens / whole if whole else None,
         "last_half": last_half_tokens / half if half else None,
+        "whole_trace_tokens": tokens,
+        "last_half_tokens": last_half_tokens,
     }

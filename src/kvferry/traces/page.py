@@ -1,6 +1,6 @@
 """The findings as one HTML page with charts, to pass on: no script, no network."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
@@ -28,18 +28,22 @@ pre { font-size: 12.5px; overflow-x: auto; border-top: 1px solid var(--line); pa
 """
 
 
-def page(found: dict[str, Any], *, text: str, label: Sequence[str], version: str) -> str:
-    """The page. text: what the terminal shows. label: for each capacity, how it is written."""
+def page(found: dict[str, Any], *, text: str, held: Callable[[int], str], version: str) -> str:
+    """The page. text: what the terminal shows. held: how so many tokens are written, as their KV or bare."""
     reuse = found["reuse"]
     charts: list[str] = []
     if reuse and reuse["by_capacity"]:
         charts += [
             "<h2>Hit rate by capacity</h2><p>Share of input tokens, over the last half of the requests; the "
             "first half fills the cache. Dashed: a cache that never forgets.</p>",
-            _capacities(reuse["by_capacity"], reuse["hit_rate"]["last_half"], label),
+            _capacities(
+                reuse["by_capacity"],
+                reuse["hit_rate"]["last_half"],
+                [held(row["tokens"]) for row in reuse["by_capacity"]],
+            ),
             "<h2>Working set over the trace</h2><p>Distinct tokens in use in each part of it; the lower "
             "part was never seen before.</p>",
-            _slices(reuse["slices"]),
+            _slices(reuse["slices"], held),
         ]
     names = ", ".join(file["path"].rsplit("/", 1)[-1] for file in found["files"])
     return (
@@ -72,7 +76,7 @@ def _capacities(rows: Sequence[dict[str, Any]], most: float, label: Sequence[str
     return "".join([*parts, "</svg>"])
 
 
-def _slices(rows: Sequence[dict[str, Any]]) -> str:
+def _slices(rows: Sequence[dict[str, Any]], held: Callable[[int], str]) -> str:
     top = max(1, *(row["touched_tokens"] for row in rows))
     parts = _frame("Working set", None)
     step = (WIDTH - _LEFT - _RIGHT) / len(rows)
@@ -85,7 +89,7 @@ def _slices(rows: Sequence[dict[str, Any]]) -> str:
                 f'height="{bottom - y:.1f}"><title>{tokens:,} tokens {kind}</title></rect>'
             )
         parts.append(_label(_LEFT + (place + 0.5) * step, bottom + 18, str(place + 1), "middle"))
-    parts.append(_label(_LEFT - 8, _TOP + 4, _short(top), "end"))
+    parts.append(_label(_LEFT - 8, _TOP + 4, held(top), "end"))
     for number, (kind, name) in enumerate((("used", "seen before"), ("new", "new"))):
         y = _TOP + 100 + 22 * number
         parts.append(f'<rect class="{kind}" x="{WIDTH - _RIGHT + 14}" y="{y - 6}" width="14" height="12"/>')
@@ -110,10 +114,3 @@ def _y(value: float, top: float) -> float:
 
 def _label(x: float, y: float, text: str, anchor: str) -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _short(number: float) -> str:
-    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.1f} {unit}"
-    return f"{number:.0f}"
