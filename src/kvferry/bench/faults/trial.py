@@ -18,7 +18,7 @@ AFTER_TOKENS = 300
 AFTER_REQUESTS = 3
 TTFT_EXTRA_S = 0.5
 MAX_LOST_S = 0.010
-MAX_ROUNDING = 0.05  # of a log probability, from how a prompt was split into steps
+MAX_ROUNDING = 0.125  # of a log probability: one step of a bf16 logit between 16 and 32, where the best lie
 TRIES = 4
 POLL_S = 0.002
 SEEN_SHARE = 0.2  # of a load's bytes have passed when it is broken
@@ -55,8 +55,8 @@ class Paid:
 class Trial:
     """cold_s: TTFT of the same prompt where nobody had it. deadline_s: the load's, by the node; 0 for none.
 
-    itself: what the request paid. usual: short new requests before the fault. after: the same while the part
-    is still broken.
+    itself: what the request paid. usual: short new requests before the fault, behind a long new one whose
+    chunks are being stored. after: the same behind the request itself, while the part is still broken.
     back_s: from the mending to a request that reused everything. back_reasons: why those before did not.
     baseline_s: until the node held nothing.
     problems: a wrong answer, or a trial that did not try what it should.
@@ -181,14 +181,17 @@ class Trials:
         """None when no load was under way to be broken."""
         stage = self._stage
         trial = Trial(kind.name, moment.value, wanted_blocks=self._tokens // self._block_tokens)
-        self._short(trial.usual, stage.a if kind.own else stage.b)
+        serving = stage.a if kind.own else stage.b
+        self._ask(serving, self._prompts.tokens(self._tokens))
+        self._short(trial.usual, serving)
         prompt, cold = self._stored(trial)
         broken, reply = self._broken(kind, moment, trial, prompt)
         if not broken:
             return None
         try:
-            self._check(trial, kind, reply, cold, prompt)
-            self._short(trial.after, stage.a if kind.own else stage.b)
+            answered = reply or self._elsewhere(trial, prompt)
+            self._short(trial.after, serving)
+            self._check(trial, kind, answered, cold, prompt, whole=reply is None)
         finally:
             begun = time.monotonic()
             kind.mends(stage)
@@ -271,15 +274,25 @@ class Trials:
             return 0.0
         return float(records[0].get("deadline_s") or 0.0) if records else 0.0
 
+    def _elsewhere(self, trial: Trial, prompt: tuple[int, ...]) -> Reply:
+        """The replica died, and the client asks the other one."""
+        trial.baseline_s = self._stage.at_rest()
+        trial.loaded_blocks = 0
+        return self._ask(self._stage.a, prompt)
+
     def _check(
-        self, trial: Trial, kind: Kind, reply: Reply | None, cold: Reply, prompt: tuple[int, ...]
+        self,
+        trial: Trial,
+        kind: Kind,
+        reply: Reply,
+        cold: Reply,
+        prompt: tuple[int, ...],
+        *,
+        whole: bool,
     ) -> None:
-        """The answer is the one of an engine that has as much of the prompt itself."""
+        """The answer is that of an engine that has as much of the prompt itself; all of it if ``whole``."""
         stage = self._stage
-        if reply is None:  # the client asks the other replica
-            trial.baseline_s = stage.at_rest()
-            reply = self._ask(stage.a, prompt)
-            trial.loaded_blocks = 0
+        if whole:
             reference = self._reference(prompt, trial.wanted_blocks, cold)
         else:
             blocks = check_blocks(block_digests(stage.b), block_digests(stage.a), wanted=trial.loaded_blocks)
