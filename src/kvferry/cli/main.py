@@ -34,6 +34,7 @@ VERBS = {
     "explain": ("kvferry.cli.explain", "why a request hit or missed"),
     "size": ("kvferry.cli.size", "KV bytes of a model per token and per request, from its config"),
     "concurrency": ("kvferry.cli.concurrency", "how many requests GPUs hold at once, and what limits them"),
+    "plan": ("kvferry.cli.plan", "what to set for a workload, and what to expect"),
     "price": ("kvferry.cli.price", "what a shared cache earns and costs a month, and when it does not pay"),
     "drop": ("kvferry.cli.drop", "forget what a tier holds"),
     "analyze": ("kvferry.cli.analyze", "what a trace or request log could reuse, and at which capacity"),

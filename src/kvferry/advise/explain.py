@@ -1,0 +1,181 @@
+"""Where a plan's numbers are from: formulas with their numbers, and what was assumed with its error."""
+
+from kvferry.advise.expect import MAX_SEQUENCES
+from kvferry.advise.plan import Plan
+from kvferry.advise.price import HOURS
+from kvferry.advise.price import explain as explain_price
+from kvferry.advise.settings import CONTEXT_HEADROOM, HOST_HEADROOM
+from kvferry.advise.shared import HEADROOM, SUSTAINED
+from kvferry.advise.speed import (
+    KV_BANDWIDTH,
+    LOAD_ERROR,
+    PREFILL_ERROR,
+    WEIGHT_BANDWIDTH,
+    operations,
+    peak_share,
+)
+from kvferry.advise.workload import Numbers
+
+
+def explain(plan: Plan) -> tuple[str, ...]:
+    """A line for each step, inputs first."""
+    return (*_inputs(plan), *_sizes(plan), *_tier(plan), *_speed(plan), *_rates(plan), *_money(plan))
+
+
+def _inputs(plan: Plan) -> list[str]:
+    load, served, question = plan.load, plan.served, plan.question
+    names = [*Numbers.__slots__, "first_tokens", "grown_tokens"]
+    return [
+        *(f"{name} = {getattr(load, name):,.4g} ({load.origin.get(name, '-')})" for name in names),
+        f"GPU = {served.gpu.name}: {served.budget.memory_bytes / 1e9:g} GB, {served.gpu.bandwidth_gb_s:,g} "
+        "GB/s, "
+        f"{question.flops or served.gpu.bf16_tflops:,g} TFLOP/s ({served.gpu.source or 'given'}, "
+        f"{served.gpu.date})",
+        f"weights = {served.weights.nbytes:,} B ({served.weights.why})",
+        f"overhead = {question.overhead_bytes:,} B per GPU; host memory = {served.host_bytes:,} B per "
+        "replica",
+    ]
+
+
+def _sizes(plan: Plan) -> list[str]:
+    load, served, settings, budget = plan.load, plan.served, plan.settings, plan.served.budget
+    need = (load.context_p99 + load.output_tokens) * CONTEXT_HEADROOM
+    grown = load.grown_tokens
+    parts = " + ".join(
+        f"{part.request(round(grown)).kv + part.request(round(grown)).state:,} ({part.dtype.name})"
+        for part in served.parts
+    )
+    return [
+        f"context = ({load.context_p99:,.0f} + {load.output_tokens:,.0f}) x {CONTEXT_HEADROOM:g} = "
+        f"{need:,.0f}, up to "
+        f"the next half power of two, at most the model's = {settings.max_model_len:,} tokens",
+        f"KV per GPU = {budget.memory_bytes:,} x {budget.utilization:g} - {budget.rank_weights_bytes:,} "
+        "weights - "
+        f"{budget.overhead_bytes:,} = {budget.kv_bytes:,} B",
+        f"a conversation of {grown:,.0f} tokens = {parts} B, once; on one GPU the engine takes "
+        f"{served.reserved_bytes(grown):,} B",
+        f"GPUs of a replica hold {budget.kv_bytes:,} / {served.reserved_bytes(grown):,} x {grown:,.0f} = "
+        f"{served.gpu_tokens(grown):,.0f} tokens",
+        f"its host memory holds {served.host_bytes:,} / {served.copy_bytes(grown):,} x {grown:,.0f} = "
+        f"{served.host_tokens(grown):,.0f} tokens",
+        f"what comes back = {load.curve.enough_tokens:,.0f} tokens / {served.replicas} replicas; of host "
+        "memory, that x "
+        f"{HOST_HEADROOM:g} in steps of 10 GB, at most what there is, none where GPUs hold it = "
+        f"{settings.offload_bytes:,} B",
+    ]
+
+
+def _tier(plan: Plan) -> list[str]:
+    load, tier, served = plan.load, plan.tier, plan.served
+    conversation = served.copy_bytes(load.grown_tokens)
+    count = tier.peak_bytes / conversation if conversation else 0.0
+    far = plan.expected[2].hit_rate - plan.expected[1].hit_rate
+    return [
+        f"shared tier = {conversation:,} B x {count:,.1f} conversations = {tier.peak_bytes / 1e9:,.1f} GB "
+        "at the peak; "
+        f"x {HEADROOM:g} = {tier.planned_bytes / 1e9:,.1f} GB",
+        f"read from it = {load.requests_s:,.3g} requests/s x {max(0.0, far):.4f} of {load.context_p50:,.0f} "
+        "tokens = "
+        f"{tier.read_bytes_s / 1e9:,.2f} GB/s",
+        f"shards by capacity = {tier.planned_bytes / 1e9:,.0f} / {tier.shard.capacity_bytes / 1e9:,.0f} GB = "
+        f"{tier.by_capacity}",
+        f"shards by read bandwidth = {tier.read_bytes_s / 1e9:,.2f} / ({tier.shard.ceiling_bytes_s / 1e9:g} "
+        "GB/s x "
+        f"{SUSTAINED:.3f} sustained) = {tier.by_bandwidth}",
+        f"shards = the larger, and 3 rather than 2 (a Cluster has at least 3) = {tier.shards}",
+        f"NVMe = {load.requests_s / load.turns:,.3g} new conversations/s x {min(load.resume_h, 24):g} h x "
+        f"{conversation:,} B = {tier.disk_bytes / 1e9:,.0f} GB; bucket, hours beyond 24 = "
+        f"{tier.bucket_bytes / 1e9:,.0f} GB",
+        f"in another zone = bytes loaded and stored in {HOURS:g} h x ${plan.question.prices.zone_usd_gb:g} "
+        "per GB = "
+        f"${plan.zone_usd_month:,.0f}",
+    ]
+
+
+def _speed(plan: Plan) -> list[str]:
+    compute = plan.served.compute
+    if compute is None:
+        return ["speed: unknown, as the parameters that a token uses or the GPU's figures are"]
+    lines = []
+    for found in plan.returns:
+        ops = operations(compute, found.tokens)
+        share = peak_share(compute, found.tokens)
+        lines.append(
+            f"prefill of {found.tokens:,.0f} tokens = {ops:.3e} operations / ({compute.ranks} x "
+            f"{compute.flops:.3e}/s x "
+            f"{share:.3f}) = {found.computed_s:,.3f} s"
+        )
+        lines.append(
+            f"return of {found.tokens:,.0f} tokens = {found.new_tokens:,.0f} computed in {found.gpu_s:,.3f} "
+            "s + "
+            f"{found.kv_bytes:,} B loaded: {plan.link.start_s:g} s + at {plan.link.bytes_s / 1e9:,.2f} GB/s "
+            "= "
+            f"{found.shared_s:,.3f} s"
+        )
+    lines.append(
+        f"decode step = weights {compute.weights_bytes:,.0f} B / {compute.ranks} / ({WEIGHT_BANDWIDTH:g} x "
+        f"{compute.bandwidth:.3e}) + requests x {plan.served.gpu_bytes(plan.load.context_p50):,} B / "
+        f"({KV_BANDWIDTH:g} x "
+        f"{compute.bandwidth:.3e})"
+    )
+    return lines
+
+
+def _rates(plan: Plan) -> list[str]:
+    lines = []
+    for found in plan.expected:
+        line = f"{found.keeps.value}: hit rate {found.hit_rate:.4f} (reuse at the tokens held)"
+        if found.busy is not None and found.most_requests_s is not None:
+            line += (
+                f"; busy {found.busy:.3f} = requests/s per replica x (mean prefill + output x step / batch); "
+                f"most = {found.most_requests_s:,.3g} requests/s"
+            )
+        lines.append(line)
+    return lines
+
+
+def _money(plan: Plan) -> list[str]:
+    if plan.verdict.money is None:
+        return ["price: the GPU's hour or its prefill rate is unknown"]
+    return list(explain_price(plan.verdict.deal))
+
+
+def assumptions(plan: Plan) -> tuple[str, ...]:
+    """What the expectations rest on, and how far off they may be."""
+    load = plan.load
+    found = []
+    if any(text.startswith("preset") for text in load.origin.values()):
+        found.append(
+            f"The workload is the preset {load.kind.value}, not yours: `kvferry analyze LOG --json` and "
+            "--trace put your "
+            "own numbers in its place. This is the largest error by far."
+        )
+    found.append(
+        f"Prefill times: within 10% of the published points they were fitted to, {100 * PREFILL_ERROR:.0f}% "
+        "either way "
+        f"elsewhere. Loads: within 2% of three published points, {100 * LOAD_ERROR:.0f}% elsewhere. A "
+        "benchmark of your "
+        "model settles it (--prefill-tokens-s)."
+    )
+    found.append(
+        "Hit rates by capacity take reuse as spread evenly over what comes back. In strict rotation a cache "
+        "that is "
+        "too small finds nothing; with favourites it finds more."
+        if plan.question.measured is None
+        else "Hit rates by capacity are those of LRU on the trace, over its last half."
+    )
+    found.append(
+        "TTFT is a mean with one queue per replica and requests at random times; above 80% busy it is a "
+        "direction, "
+        f"not a number. At most {MAX_SEQUENCES} answers run at once in a replica."
+    )
+    found.append(
+        "The median input stands for the mean. Host memory loads at 20 GB/s per GPU, which no published "
+        "point backs."
+    )
+    found.append(
+        "The shared tier is memory of whole servers; NVMe and buckets behind Valkey are sized but not part "
+        "of this "
+        "version."
+    )
+    return tuple(found)

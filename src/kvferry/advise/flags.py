@@ -1,0 +1,110 @@
+"""The settings as arguments of vLLM 0.32, SGLang 0.5.23 and a node. Tests give them to the real parsers."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvferry.advise.settings import Settings
+
+BLOCK_TOKENS = 16
+HICACHE_PAGE_TOKENS = 64
+
+
+def offloading_config(settings: Settings) -> dict[str, Any]:
+    """vLLM's own offloading to host memory, in chunks of 64 tokens. The bytes are of all ranks together."""
+    chunk: dict[str, Any] = {"block_size": settings.offload_block_tokens}
+    if not settings.one_group:  # blocks of several sizes: then vLLM wants the chunk in blocks
+        chunk = {"blocks_per_chunk": settings.offload_block_tokens // BLOCK_TOKENS}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": settings.offload_bytes, **chunk},
+    }
+
+
+def transfer_config(settings: Settings, connector: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The value of --kv-transfer-config; connector: kvferry's own. None: no tier."""
+    if settings.shared:
+        return connector
+    return offloading_config(settings) if settings.offload_bytes else None
+
+
+def vllm_arguments(settings: Settings, *, model: str, connector: Mapping[str, Any]) -> list[str]:
+    """What follows ``vllm serve``."""
+    found = [
+        *(model, "--max-model-len", str(settings.max_model_len)),
+        *("--gpu-memory-utilization", f"{settings.utilization:g}"),
+        *("--max-num-batched-tokens", str(settings.batched_tokens)),
+        "--enable-prefix-caching",
+    ]
+    if settings.tensor > 1:
+        found += ["--tensor-parallel-size", str(settings.tensor)]
+    if settings.kv_dtype != "auto":
+        found += ["--kv-cache-dtype", settings.kv_dtype]
+    if settings.skip_windows:
+        found += ["--kv-cache-dtype-skip-layers", "sliding_window"]
+    config = transfer_config(settings, connector)
+    if config is not None:
+        found += ["--kv-transfer-config", json.dumps(config, separators=(",", ":"))]
+    return found
+
+
+def sglang_arguments(
+    settings: Settings, *, model: str, backend: Mapping[str, Any], overhead_share: float
+) -> list[str]:
+    """What follows ``python -m sglang.launch_server``. overhead_share: of a GPU, not for weights or KV.
+
+    Its memory fraction counts weights and KV alone; its host memory is given for each rank, in GB of 10^9.
+    """
+    found = [
+        *("--model-path", model, "--context-length", str(settings.max_model_len)),
+        *(
+            "--mem-fraction-static",
+            f"{max(0.05, math.floor(100 * (settings.utilization - overhead_share)) / 100):g}",
+        ),
+        *("--chunked-prefill-size", str(settings.batched_tokens)),
+        *("--schedule-policy", "lpm"),
+    ]
+    if settings.tensor > 1:
+        found += ["--tp-size", str(settings.tensor)]
+    if settings.kv_dtype == "fp8":
+        found += ["--kv-cache-dtype", "fp8_e4m3"]
+    if settings.shared or settings.offload_bytes:
+        found += [
+            *("--page-size", str(HICACHE_PAGE_TOKENS), "--enable-hierarchical-cache"),
+            *("--hicache-size", str(max(1, settings.offload_bytes // settings.tensor // 1_000_000_000))),
+            *("--hicache-mem-layout", "page_first", "--hicache-io-backend", "kernel"),
+            *("--hicache-write-policy", "write_through"),
+        ]
+    if settings.shared:
+        policy = "best_effort" if settings.latency else "wait_complete"
+        found += [
+            *("--hicache-storage-prefetch-policy", policy, "--hicache-storage-backend", "dynamic"),
+            *("--hicache-storage-backend-extra-config", json.dumps(backend, separators=(",", ":"))),
+        ]
+    return found
+
+
+def node_arguments(settings: Settings, *, replicas_per_host: int, valkey: str) -> list[str]:
+    """What follows ``kvferry node`` on each host: its pool is the host memory of all replicas there."""
+    pool = settings.offload_bytes * replicas_per_host
+    return ["--pool", f"{pool // 1_000_000_000}GB", "--valkey", valkey]
+
+
+def lines(arguments: Sequence[str], *, command: str, quote: Any, columns: int) -> list[str]:
+    """A command over lines that end in a backslash, a flag with its value on one, to paste into a shell."""
+    groups: list[str] = []
+    for argument in arguments:
+        if argument.startswith("--") or not groups:
+            groups.append(quote(argument))
+        else:
+            groups[-1] += f" {quote(argument)}"
+    found, line = [], command
+    for group in groups:
+        if len(line) + 3 + len(group) > columns and line.strip():
+            found.append(f"{line} \\")
+            line = f"    {group}"
+        else:
+            line = f"{line} {group}"
+    return [*found, line]

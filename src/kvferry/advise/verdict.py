@@ -1,0 +1,62 @@
+"""Whether a shared tier is worth it, and which measurement would change that."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvferry.advise.price import Answer, Deal, No, answer
+
+
+class Not(Enum):
+    """Reasons beside those of the price."""
+
+    COMPRESSED = "this model compresses its KV, which no connector of ours takes"
+    NOTHING_RETURNS = "nobody comes back: what engines share of a prompt stays in their own memory"
+
+
+MEASURE = {
+    No.SINGLE: "a second replica, or restarts and scale-downs after which users come back: count how often "
+    "prefixes are asked for that another process computed",
+    No.FITS: "how long users stay away: `kvferry analyze LOG` says how much of the reuse is older than what "
+    "a host keeps; hours, or restarts with users waiting, change this",
+    No.LOW_REUSE: "the hit rate on your own log, at the capacity of your hosts and without limit: "
+    "`kvferry analyze LOG --model MODEL`; 5 points between the two change this",
+    No.NO_PREFILL: "the prefill rate of your model on your GPU with prompts of your length "
+    "(--prefill-tokens-s), and the input tokens that are new: GPUs, not a cache, bring those",
+    No.COSTS_MORE: "your own prices (--gpu-usd-hour, --ram-usd) and the hit rate from which it pays: "
+    "`kvferry price` with them",
+    Not.COMPRESSED: "none: wait for a connector that takes it",
+    Not.NOTHING_RETURNS: "`kvferry analyze LOG`: prompts that share more than their instructions",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """reasons: why not; none where the shared tier is advised. deal, money: what it was counted from, and the
+    answer; money is None where no price of the GPU is known."""
+
+    reasons: tuple[No | Not, ...]
+    deal: Deal
+    money: Answer | None
+
+    @property
+    def shared(self) -> bool:
+        """Whether to set one up."""
+        return not self.reasons
+
+
+def judge(deal: Deal, *, priced: bool, compressed: bool, returns: bool, prefill_share: float) -> Verdict:
+    """Every reason against it.
+
+    priced: whether the GPU's price is known. returns: whether anything comes back that a cache could hold.
+    prefill_share: of the GPUs' time, what the prompts' new tokens take even with the tier.
+    """
+    found = answer(deal)
+    reasons: list[No | Not] = []
+    if compressed:
+        reasons.append(Not.COMPRESSED)
+    if not returns:
+        reasons.append(Not.NOTHING_RETURNS)
+    reasons += [reason for reason in found.reasons if priced or reason is not No.COSTS_MORE]
+    if prefill_share > 1 and No.NO_PREFILL not in reasons:
+        reasons.append(No.NO_PREFILL)
+    return Verdict(tuple(reasons), deal, found if priced else None)

@@ -1,0 +1,238 @@
+"""What is asked of a fleet: lengths, turns, gaps and how much of it repeats; presets, and what follows.
+
+All of it is of the whole fleet. A *conversation* is whatever comes back: a chat, an agent's session, a
+document that is asked about several times.
+"""
+
+import enum
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvferry.errors import MisconfiguredError
+
+
+class Goal(enum.Enum):
+    """What to favour where one costs the other."""
+
+    LATENCY = "latency"
+    THROUGHPUT = "throughput"
+
+
+class Kind(enum.Enum):
+    """What the requests are like."""
+
+    CHAT = "chat"
+    RAG = "rag"
+    AGENT = "agent"
+    ONE_SHOT = "one-shot"
+    OWN = "own"
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What a user may say of a workload. None: not said.
+
+    context_p50, context_p99: input tokens of a request, history included. new_tokens: of them, those that no
+    earlier request had, after the first turn. output_tokens: of an answer. turns: of a conversation. gap_s:
+    between its turns. conversations: that are going on at a time. requests_s: mean. reuse: share of input
+    tokens that an unbounded cache finds. resume_h: after how many hours conversations are still taken up.
+    """
+
+    context_p50: float | None = None
+    context_p99: float | None = None
+    new_tokens: float | None = None
+    output_tokens: float | None = None
+    turns: float | None = None
+    gap_s: float | None = None
+    conversations: float | None = None
+    requests_s: float | None = None
+    reuse: float | None = None
+    resume_h: float | None = None
+
+
+# Of one replica, as far as conversations and requests go: a preset fleet is as busy per replica whatever its
+# size. Chat and RAG are made up; the agent follows published traces: 33 turns, 80K tokens by turn 30, 131:1.
+PRESETS = {
+    Kind.CHAT: Numbers(4096, 12_000, 250, 300, 12, 60, 100, None, None, 0),
+    Kind.RAG: Numbers(60_000, 110_000, 400, 400, 5, 120, 16, None, None, 0),
+    Kind.AGENT: Numbers(43_600, 110_000, 2300, 333, 33, 120, 30, None, None, 0),
+    Kind.ONE_SHOT: Numbers(2000, 6000, 2000, 300, 1, 0, 0, 2, 0.1, 0),
+}
+GOALS = {Kind.CHAT: Goal.LATENCY}
+NEEDED = ("context_p50", "output_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseCurve:
+    """The share of input tokens found, by the tokens that a cache holds. points: both ascending."""
+
+    points: tuple[tuple[float, float], ...]
+
+    @property
+    def most(self) -> float:
+        """What an unbounded cache finds."""
+        return self.points[-1][1]
+
+    @property
+    def enough_tokens(self) -> float:
+        """The least capacity among the points that finds nearly all of it."""
+        return next(tokens for tokens, share in self.points if share >= ENOUGH * self.most)
+
+    def at(self, tokens: float) -> float:
+        """Linear between points; from nothing up to the first."""
+        if tokens >= self.points[-1][0]:
+            return self.most
+        place = bisect_left([point[0] for point in self.points], tokens)
+        high, found = self.points[place]
+        low, before = self.points[place - 1] if place else (0.0, 0.0)
+        return before + (found - before) * (tokens - low) / (high - low)
+
+
+ENOUGH = 0.97
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Everything about the requests, complete. See ``Numbers``; all of the fleet.
+
+    first_tokens, grown_tokens: input of a conversation's first and last turn. origin: where each number is
+    from: ``given``, a preset, a trace, or how it follows from the others.
+    """
+
+    kind: Kind
+    goal: Goal
+    context_p50: float
+    context_p99: float
+    new_tokens: float
+    output_tokens: float
+    turns: float
+    gap_s: float
+    conversations: float
+    requests_s: float
+    reuse: float
+    resume_h: float
+    first_tokens: float
+    grown_tokens: float
+    curve: ReuseCurve
+    origin: Mapping[str, str]
+
+    @property
+    def return_hit(self) -> float:
+        """Share of its input that a returning request finds at best."""
+        return max(0.0, 1 - self.new_tokens / self.context_p50)
+
+
+def complete(
+    given: Numbers,
+    *,
+    kind: Kind,
+    replicas: int,
+    goal: Goal | None = None,
+    measured: tuple[Numbers, ReuseCurve | None, str] | None = None,
+) -> Workload:
+    """What was said first, then what was measured in a trace, then the preset, then what follows.
+
+    Raises MisconfiguredError where something is missing or contradicts itself.
+    """
+    origin: dict[str, str] = {}
+    known: dict[str, float] = {}
+    preset = PRESETS.get(kind, Numbers())
+    trace = measured[0] if measured else Numbers()
+    for field in fields(Numbers):
+        name = field.name
+        for source, numbers in (("given", given), (measured[2] if measured else "", trace)):
+            value = getattr(numbers, name)
+            if value is not None and name not in known:
+                known[name], origin[name] = value, source
+        value = getattr(preset, name)
+        if name not in known and value is not None:
+            scale = replicas if name in ("conversations", "requests_s") else 1
+            known[name] = value * scale
+            per = f" x {replicas} replicas" if scale != 1 and value else ""
+            origin[name] = f"preset {kind.value}{f': {value:g}{per}' if per else ''}"
+    _check(known)
+    _fill(known, origin, given)
+    curve = measured[1] if measured else None
+    if curve is None:
+        curve = ReuseCurve(((max(1.0, known["conversations"] * known["grown_tokens"]), known["reuse"]),))
+    elif given.reuse is None:
+        known["reuse"], origin["reuse"] = curve.most, measured[2] if measured else ""
+    return Workload(
+        kind=kind,
+        goal=goal or GOALS.get(kind, Goal.THROUGHPUT),
+        curve=curve,
+        origin=origin,
+        **{field.name: known[field.name] for field in fields(Workload) if field.name in known},
+    )
+
+
+def _check(known: Mapping[str, float]) -> None:
+    missing = [name for name in NEEDED if name not in known]
+    if missing:
+        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
+        raise MisconfiguredError(
+            f"missing: {flags}; or take a preset (--workload chat, rag, agent, one-shot), or a trace "
+            "(--trace)"
+        )
+
+
+def _fill(known: dict[str, float], origin: dict[str, str], given: Numbers) -> None:
+    """What nobody said, from what was said; each with its formula as its origin."""
+
+    def put(name: str, value: float, why: str) -> None:
+        if name not in known:
+            known[name], origin[name] = value, why
+
+    put("context_p99", 2 * known["context_p50"], "twice the median: nobody said")
+    if known["context_p99"] < known["context_p50"]:
+        _lift(known, origin, given)
+    put("turns", 1.0, "1: nobody said")
+    middle, turns, output = known["context_p50"], known["turns"], known["output_tokens"]
+    put("new_tokens", middle / turns, "median input / turns")
+    if known["new_tokens"] > middle:
+        raise MisconfiguredError(
+            f"--new-tokens {known['new_tokens']:g} is more than a request has (--context-p50 {middle:g})"
+        )
+    growth = known["new_tokens"] + output
+    first = max(known["new_tokens"], middle - (turns - 1) / 2 * growth) if turns > 1 else middle
+    put("first_tokens", first, "median - (turns - 1) / 2 x (new + output), at least new")
+    grown = min(max(middle, first + (turns - 1) * growth), max(middle, known["context_p99"]))
+    put("grown_tokens", grown, "first + (turns - 1) x (new + output), at most p99")
+    computed = first + (turns - 1) * known["new_tokens"]
+    put(
+        "reuse",
+        max(0.0, 1 - computed / (turns * middle)),
+        "1 - (first + (turns - 1) x new) / (turns x median)",
+    )
+    put("resume_h", 0.0, "0: nobody said")
+    gap = known.get("gap_s", 0.0)
+    if "requests_s" not in known:
+        if "conversations" not in known or gap <= 0:
+            raise MisconfiguredError(
+                "missing: --requests-s, or --conversations and --gap, which give it; how busy is the fleet?"
+            )
+        put("requests_s", known["conversations"] / gap, "conversations / gap")
+    put("gap_s", 0.0 if turns <= 1 else known.get("conversations", 0.0) / known["requests_s"],
+        "conversations / requests a second")  # fmt: skip
+    put(
+        "conversations", known["requests_s"] * known["gap_s"] if turns > 1 else 0.0, "requests a second x gap"
+    )
+    if not math.isfinite(sum(known.values())):
+        raise MisconfiguredError("a number of the workload is not finite")
+
+
+def _lift(known: dict[str, float], origin: dict[str, str], given: Numbers) -> None:
+    """A preset's p99 gives way to a median that was said."""
+    if given.context_p99 is not None:
+        raise MisconfiguredError(
+            f"--context-p99 {known['context_p99']:g} is less than --context-p50 {known['context_p50']:g}"
+        )
+    known["context_p99"], origin["context_p99"] = 2 * known["context_p50"], "twice the median that was given"
+
+
+def as_numbers(values: Mapping[str, Any]) -> Numbers:
+    """Of a mapping by field name; None where there is nothing."""
+    return Numbers(**{field.name: values.get(field.name) for field in fields(Numbers)})

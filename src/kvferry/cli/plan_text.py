@@ -1,0 +1,238 @@
+"""A plan's document as text for people, and as Markdown."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvferry.cli.quantities import formula
+from kvferry.cli.table import duration, labelled, table
+
+
+def render(found: dict[str, Any], *, explain: bool) -> str:
+    """At most 100 columns, but for commands whose values are longer."""
+    blocks = [_head(found), _verdict(found), _layers(found), _flags(found)]
+    blocks += [f"{title}\n{table(head, rows)}" for title, head, rows in tables(found)]
+    blocks.append("\n".join(labelled("assumed", text) for text in found["assumptions"]))
+    if explain:
+        blocks.append("Where the numbers are from:\n" + formula(found["explanation"]))
+    return "\n\n".join(blocks)
+
+
+def markdown(found: dict[str, Any], *, explain: bool) -> str:
+    """The same for a document."""
+    lines = [
+        f"# KV cache plan: {found['model']['name']}",
+        "",
+        *(f"- {text}" for _, text in summary(found)),
+        "",
+    ]
+    lines += [f"**{verdict(found)}**", ""]
+    for reason in found["why_not"]:
+        lines.append(f"- {_sentence(reason['text'])} What would change it: {reason['what_would_change_it']}.")
+    lines += ["", "## Layers, bottom up", "", "| layer | set | why |", "|---|---|---|"]
+    for layer in found["layers"]:
+        why = " ".join(_sentence(text) for text in layer["why"])
+        lines.append(f"| {layer['layer']} | {'; '.join(layer['set'])} | {why} |")
+    for name, command in found["flags"].items():
+        lines += ["", f"## {NAMES[name]}", "", "```console", *command["lines"], "```"]
+    for title, head, rows in tables(found):
+        lines += ["", f"## {title.rstrip(':')}", "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        lines += [f"| {' | '.join(row)} |" for row in rows]
+    lines += ["", "## Assumed", "", *(f"- {text}" for text in found["assumptions"])]
+    if explain:
+        lines += ["", "## Where the numbers are from", "", *(f"- `{line}`" for line in found["explanation"])]
+    return "\n".join(lines)
+
+
+NAMES = {"vllm": "vLLM", "sglang": "SGLang", "node": "kvferry, on each host"}
+
+
+def summary(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """The question, in a few lines with labels."""
+    fleet, load, model = found["fleet"], found["workload"], found["model"]
+    number = {name: value["value"] for name, value in load.items() if isinstance(value, dict)}
+    preset = "" if load["kind"] == "own" else f"{load['kind']}: "
+    return [
+        (
+            "model",
+            f"{model['name']}, weights {model['weights_bytes'] / 1e9:,.1f} GB ({model['weights_source']})",
+        ),
+        (
+            "GPUs",
+            f"{fleet['gpus']} x {fleet['gpu']} = {fleet['replicas']} replicas of TP "
+            f"{fleet['tensor_parallel']} on "
+            f"{fleet['hosts']} host{'s' if fleet['hosts'] > 1 else ''}; "
+            f"{fleet['host_bytes_per_replica'] / 1e9:,.0f} GB of "
+            "host memory for each replica's KV",
+        ),
+        (
+            "workload",
+            f"{preset}{number['context_p50']:,.0f} input tokens (p99 {number['context_p99']:,.0f}), "
+            f"{number['new_tokens']:,.0f} of them new in a turn, {number['output_tokens']:,.0f} out; "
+            f"{number['turns']:,.3g} turns, {duration(number['gap_s'])} apart; "
+            f"{number['conversations']:,.0f} at a time, "
+            f"{number['requests_s']:,.3g} requests/s; {percent(number['reuse'])} of the input was there "
+            "before",
+        ),
+    ]
+
+
+def verdict(found: dict[str, Any]) -> str:
+    """One line."""
+    if found["shared_tier_advised"]:
+        tier = found["shared_tier"]
+        return (
+            f"A shared tier is worth it: {tier['planned_bytes'] / 1e9:,.0f} GB on {tier['shards']} Valkey "
+            f"server{'s' if tier['shards'] > 1 else ''}."
+        )
+    return "You do not need a shared tier."
+
+
+def _head(found: dict[str, Any]) -> str:
+    return "\n".join(labelled(label, text) for label, text in summary(found))
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    lines = [labelled("verdict", verdict(found))]
+    for reason in found["why_not"]:
+        lines.append(labelled("because", f"{reason['text']}."))
+        lines.append(labelled("measure", f"{reason['what_would_change_it']}."))
+    return "\n".join(lines)
+
+
+def _layers(found: dict[str, Any]) -> str:
+    lines = ["Layers, bottom up: each multiplies those above it."]
+    for number, layer in enumerate(found["layers"], 1):
+        lines.append(f"{number}. {layer['layer']}: {'; '.join(layer['set'])}")
+        lines += [labelled("", _sentence(text)) for text in layer["why"]]
+    return "\n".join(lines)
+
+
+def _flags(found: dict[str, Any]) -> str:
+    return "\n\n".join(
+        f"{NAMES[name]}:\n" + "\n".join(command["lines"]) for name, command in found["flags"].items()
+    )
+
+
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
+
+
+def tables(found: dict[str, Any]) -> list[Table]:
+    """Title, head, rows: what to expect, what a return takes, the shared tier, a month."""
+    return [_expected(found), *_returns(found), _tier(found), _month(found)]
+
+
+def _expected(found: dict[str, Any]) -> Table:
+    rows = [
+        [
+            row["kv_in"],
+            percent(row["hit_rate"]),
+            f"{row['computed_input_tokens_per_s']:,.0f}",
+            percent(row["busy_share"]),
+            "grows"
+            if row["ttft_mean_s"] is None and row["busy_share"] is not None
+            else seconds(row["ttft_mean_s"]),
+            _plain(row["stream_tokens_per_s"]),
+            _plain(row["most_requests_per_s"]),
+        ]
+        for row in found["expected"]
+    ]
+    head = ("KV in", "hit rate", "computed tok/s", "busy", "mean TTFT", "tok/s each", "most requests/s")
+    return "Expected at this load, of the fleet (an estimate: see what is assumed):", head, rows
+
+
+def _returns(found: dict[str, Any]) -> list[Table]:
+    rows = [
+        [
+            f"{row['input_tokens']:,.0f}",
+            f"{row['new_tokens']:,.0f}",
+            f"{row['kv_bytes_loaded'] / 1e9:,.1f} GB",
+            *(
+                seconds(row[f"ttft_{way}_s"])
+                for way in ("own_cache", "host_memory", "shared_tier", "computed")
+            ),
+        ]
+        for row in found["returns"]
+    ]
+    head = ("input", "new", "KV", "own cache", "host memory", "shared tier", "computed again")
+    return [("TTFT of one request on an idle replica, by where its prefix lies:", head, rows)] if rows else []
+
+
+def _tier(found: dict[str, Any]) -> Table:
+    tier = found["shared_tier"]
+    rows = [
+        [
+            "capacity",
+            f"{tier['planned_bytes'] / 1e9:,.0f} GB",
+            f"peak {tier['peak_bytes'] / 1e9:,.0f} GB and 30%",
+        ],
+        [
+            "shards",
+            f"{tier['shards']}",
+            f"{tier['shards_by_capacity']} by capacity, {tier['shards_by_read_bandwidth']} by reads of "
+            f"{tier['read_bytes_per_s'] / 1e9:,.2f} GB/s",
+        ],
+        ["reads", f"{tier['sustained_bytes_per_s'] / 1e9:,.1f} GB/s", "that these shards sustain"],
+        ["NVMe", f"{tier['nvme_bytes'] / 1e9:,.0f} GB", "of who comes back within a day (--resume-hours)"],
+        ["bucket", f"{tier['bucket_bytes'] / 1e9:,.0f} GB", "of who comes back later"],
+        [
+            "zone",
+            "the engines'",
+            f"in another one, traffic would cost ${tier['usd_per_month_if_in_another_zone']:,.0f} a month",
+        ],
+        [
+            "bucket's region",
+            "the engines'",
+            "through an endpoint of the network: traffic within a region is free",
+        ],
+    ]
+    advised = "The shared tier:" if found["shared_tier_advised"] else "A shared tier, if you had one:"
+    return advised, ("what", "size", "why"), rows
+
+
+def _month(found: dict[str, Any]) -> Table:
+    price = found["price"]
+    rows = [
+        ["GPUs", usd(price["gpus_usd_per_month"]), "on all the time"],
+        ["shared tier", usd(price["shared_tier_usd_per_month"]), "memory of whole servers, NVMe, bucket"],
+        ["it brings", usd(price["benefit_usd_per_month"]), _hours(price)],
+        ["net", usd(price["net_usd_per_month"]), _even(price)],
+    ]
+    return "A month of 730 h:", ("what", "USD", "how"), rows
+
+
+def _hours(price: dict[str, Any]) -> str:
+    if price["gpu_hours_saved_per_month"] is None:
+        return "unknown: the GPU's price or speed is (--gpu-usd-hour, --prefill-tokens-s)"
+    text = f"{price['gpu_hours_saved_per_month']:,.0f} GPU hours not spent on reading again"
+    if price["purchases_put_off_usd_per_month"]:
+        text += f", {usd(price['purchases_put_off_usd_per_month'])} of GPUs not bought"
+    return text
+
+
+def _even(price: dict[str, Any]) -> str:
+    if price["break_even_hit_rate"] is None:
+        return "at no hit rate does it pay" if price["net_usd_per_month"] is not None else "unknown"
+    return f"pays from a hit rate of {percent(price['break_even_hit_rate'])}"
+
+
+def percent(share: float | None) -> str:
+    """``94.7%``, or ``-``."""
+    return "-" if share is None else f"{100 * share:.1f}%"
+
+
+def seconds(value: float | None) -> str:
+    """``1.89 s``, or ``-``."""
+    return "-" if value is None else f"{value:,.2f} s"
+
+
+def usd(amount: float | None) -> str:
+    """``$1,234``, ``-$5``, or ``-``."""
+    return "-" if amount is None else f"{'-' if round(amount) < 0 else ''}${abs(amount):,.0f}"
+
+
+def _plain(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value >= 10 else f"{value:,.2f}"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", ")")) else ".")
