@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import MisconfiguredError
 from kvferry.models.catalogue import entries
+from kvferry.models.overrides import SHAPING
 from kvferry.models.precision import kv_dtype
 from kvferry.models.reading import READERS, read_model
 from kvferry.models.sizes import Sizing
@@ -39,9 +40,17 @@ def test_one_field_of_a_real_config_may_hold_anything(data: st.DataObject) -> No
         assert sizing.request(1000).gpu_reserved >= sizing.request(1000).gpu_live > 0
 
 
-@given(st.sampled_from(sorted(READERS)), st.dictionaries(st.sampled_from(
-    sorted({field for config in CONFIGS for field in config} - {"model_type"})
-), VALUES, max_size=12))  # fmt: skip
+FIELDS = {field for config in CONFIGS for field in config} | set(SHAPING) | {
+    "attention_window_size", "block_types", "conv1d_width", "conv_kernel", "d_model", "expand", "kv_channels",
+    "linear_head_dim", "linear_num_heads", "mamba_d_conv", "mamba_d_head", "mamba_expand", "mamba_n_groups",
+    "mamba_n_heads", "multi_query", "n_head", "n_layer", "num_heads", "per_layer_config", "state_size",
+}  # fmt: skip
+
+
+@given(
+    st.sampled_from(sorted(READERS)),
+    st.dictionaries(st.sampled_from(sorted(FIELDS - {"model_type"})), VALUES, max_size=12),
+)
 def test_any_fields_of_any_architecture(model_type: str, fields: dict[str, Any]) -> None:
     with contextlib.suppress(MisconfiguredError):
         read_model({**fields, "model_type": model_type}, name="m")

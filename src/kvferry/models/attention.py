@@ -124,10 +124,15 @@ def full(facts: Facts) -> tuple[Layer, ...]:
 
 def of_own_number(facts: Facts, field: str) -> tuple[Layer, ...]:
     """Each layer has KV heads of its own number, in a list; 0 where it does not attend."""
-    width = head_dim(facts)
+    facts.need("num_hidden_layers", "num_attention_heads", field)
+    width, heads = head_dim(facts), facts.number("num_attention_heads")
+    numbers = facts.numbers(field, length=layer_count(facts))
+    for kv_heads in numbers:
+        if kv_heads and heads % kv_heads:
+            raise facts.refuse(f"{field} has {kv_heads}, which does not divide {heads} attention heads")
     return tuple(
         Layer(Span.FULL, heads=Heads(kv_heads, width, width)) if kv_heads else Layer(Span.NONE)
-        for kv_heads in facts.numbers(field, length=layer_count(facts))
+        for kv_heads in numbers
     )
 
 

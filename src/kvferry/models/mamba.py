@@ -162,6 +162,8 @@ def recurrent_gemma(facts: Facts) -> tuple[Layer, ...]:
     channels = facts.number("lru_width") if facts.has("lru_width") else facts.number("hidden_size")
     state = State(channels, facts.number("conv1d_width") - 1, channels, 1, 1, 4)
     pattern = facts.words("block_types")
+    if not pattern:
+        raise facts.refuse("block_types is empty")
     kinds = [pattern[index % len(pattern)] for index in range(layer_count(facts))]
     return by_kind(
         facts, "block_types", kinds, {"attention": window, "recurrent": Layer(Span.NONE, state=state)}
