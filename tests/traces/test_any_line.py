@@ -1,6 +1,7 @@
 """Any line of any format is a request or is counted as malformed, and its findings can be printed."""
 
 import contextlib
+import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,3 +130,18 @@ def judged(path: Path, opening: bytes, others: Sequence[bytes]) -> None:
         assert gave == len(log)
     found = findings.document(log, capacities=[1], policies=list(Policy), clock=source.reader.clock)
     json.dumps(found, allow_nan=False)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_how_much_of_a_file_was_read_grows_to_all_of_it(tmp_path: Path, packed: bool) -> None:
+    lines = b"".join(
+        b'{"timestamp": %d, "input_length": 512, "hash_ids": [%d]}\n' % (at, at) for at in range(60_000)
+    )
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(gzip.compress(lines) if packed else lines)
+    source = TraceFile(path)
+    shares = [source.share_read for _ in source.requests(Malformed())]
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < 1
+    assert shares[-1] == pytest.approx(1, abs=0.2)
+    assert source.share_read == 0  # nothing is being read

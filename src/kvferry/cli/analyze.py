@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry import __version__
+from kvferry.cli.progress import Progress
 from kvferry.cli.quantities import (
     add_token_arguments,
     flag_count,
@@ -30,6 +31,7 @@ from kvferry.values import parse_path
 
 MAX_CAPACITIES = 32
 MAX_BREAKS_SHOWN = 8
+LONG_WORK = 50_000  # requests, from which on the policies take seconds
 DATES_FROM_S = 9e8  # times from here on are since 1970, and thus comparable from file to file
 
 
@@ -60,26 +62,17 @@ def main(args: argparse.Namespace) -> int:
         size = flag_count("--block-tokens", args.block_tokens, highest=MAX_BLOCK_TOKENS)
     _refuse_twice(args.files)
     malformed, sources = Malformed(), [TraceFile(Path(name), block_tokens=size) for name in args.files]
-    log, breaks = ReuseLog(_block_tokens(sources)), Breaks()
-    for number, source in enumerate(sources, 1):
-        for request in source.requests(malformed):
-            dated = source.reader.clock is Clock.TRACE and (request.time_s or 0.0) >= DATES_FROM_S
-            log.add(request, clock=0 if dated else number)
-            if request.parts:
-                breaks.add(request)
+    with Progress() as progress:
+        log, breaks = _read(sources, malformed, progress)
+        figures = findings.document(
+            log,
+            capacities=_capacities(args.capacities, log, per_token),
+            policies=list(Policy),
+            clock=_clock(sources),
+            step=progress.show if len(log) >= LONG_WORK else lambda _: None,
+        )
     found = {
-        "files": [
-            {
-                "path": str(source.path),
-                "format": source.reader.format,
-                "lines": source.lines,
-                "other_lines": source.other_lines,
-                "cut": source.cut,
-                "clock": source.reader.clock.value,
-                "note": source.reader.note,
-            }
-            for source in sources
-        ],
+        "files": [_file_document(source) for source in sources],
         "malformed": {
             "lines": malformed.lines,
             "reasons": [
@@ -91,12 +84,7 @@ def main(args: argparse.Namespace) -> int:
         "breaks": [
             asdict(found) for found in sorted(breaks.found.values(), key=lambda found: -found.lost_bytes)
         ],
-        **findings.document(
-            log,
-            capacities=_capacities(args.capacities, log, per_token),
-            policies=list(Policy),
-            clock=_clock(sources),
-        ),
+        **figures,
     }
     found["explanation"] = explain(found, token_bytes=token_bytes_why(args))
     if args.html is not None:
@@ -108,6 +96,33 @@ def main(args: argparse.Namespace) -> int:
     if not len(log):
         print("kvferry: no line gave a request; see the reasons above", file=sys.stderr)
     return 0 if len(log) else 1
+
+
+def _read(sources: list[TraceFile], malformed: Malformed, progress: Progress) -> tuple[ReuseLog, Breaks]:
+    """All requests, a line at a time."""
+    log, breaks = ReuseLog(_block_tokens(sources)), Breaks()
+    for number, source in enumerate(sources, 1):
+        for request in source.requests(malformed):
+            dated = source.reader.clock is Clock.TRACE and (request.time_s or 0.0) >= DATES_FROM_S
+            log.add(request, clock=0 if dated else number)
+            if request.parts:
+                breaks.add(request)
+            if progress.due:
+                read = f"{100 * source.share_read:.0f}%, {count(len(log))} requests"
+                progress.show(f"reading {source.path.name}: {read}")
+    return log, breaks
+
+
+def _file_document(source: TraceFile) -> dict[str, Any]:
+    return {
+        "path": str(source.path),
+        "format": source.reader.format,
+        "lines": source.lines,
+        "other_lines": source.other_lines,
+        "cut": source.cut,
+        "clock": source.reader.clock.value,
+        "note": source.reader.note,
+    }
 
 
 def _refuse_twice(names: list[str]) -> None:

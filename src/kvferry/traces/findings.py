@@ -1,7 +1,7 @@
 """What a trace says, as one document: every figure with its window and its unit."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
@@ -16,9 +16,14 @@ CAPACITIES = 9
 
 
 def document(
-    log: ReuseLog, *, capacities: Sequence[int], policies: Sequence[Policy], clock: Clock
+    log: ReuseLog,
+    *,
+    capacities: Sequence[int],
+    policies: Sequence[Policy],
+    clock: Clock,
+    step: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Everything but where it was read from. capacities: in blocks."""
+    """Everything but where it was read from. capacities: in blocks. step: told what comes next."""
     identified = sum(blocks != UNKNOWN for blocks in log.blocks)
     found: dict[str, Any] = {"traffic": _traffic(log, clock), "block_tokens": log.block_tokens}
     if not identified:
@@ -30,7 +35,7 @@ def document(
             "distinct_blocks": log.distinct_blocks,
             "distinct_tokens": log.distinct_blocks * log.block_tokens,
             "hit_rate": _rates(log, *_pair(unbounded(log))),
-            "by_capacity": by_capacity(log, capacities=capacities, policies=policies),
+            "by_capacity": by_capacity(log, capacities=capacities, policies=policies, step=step),
             "gaps": gaps(log, clock=clock),
             **_people(log),
             "over": "time" if by_time else "requests",
@@ -57,13 +62,18 @@ def _people(log: ReuseLog) -> dict[str, Any]:
 
 
 def by_capacity(
-    log: ReuseLog, *, capacities: Sequence[int], policies: Sequence[Policy]
+    log: ReuseLog,
+    *,
+    capacities: Sequence[int],
+    policies: Sequence[Policy],
+    step: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
     """Per capacity, each policy's hit rate."""
     rows: list[dict[str, Any]] = [
         {"blocks": blocks, "tokens": blocks * log.block_tokens} for blocks in capacities
     ]
     for policy in policies:
+        step(f"what a cache of each capacity finds: {policy}, {len(log):,} requests")
         for row, found in zip(rows, hits(log, policy, capacities), strict=True):
             row[policy.value] = _rates(log, *_pair(found))
     return rows

@@ -65,6 +65,7 @@ class TraceFile:
         self.lines = 0
         self.other_lines = 0
         self.cut = False
+        self._raw: BinaryIO | None = None
         if path.is_dir():
             raise MisconfiguredError(f"{path} is a directory; name the files in it")
         if path.exists() and not path.is_file():  # a pipe gives its bytes once, and they are read twice
@@ -98,6 +99,13 @@ class TraceFile:
             else:
                 self.other_lines += not number
 
+    @property
+    def share_read(self) -> float:
+        """How much of the file, packed as it is, was read while its requests are."""
+        if self._raw is None or self._raw.closed:
+            return 0.0
+        return self._raw.tell() / max(1, self.path.stat().st_size)
+
     def _records(self) -> Iterator[bytes]:
         with self._opened() as stream:
             if self._whole:
@@ -124,10 +132,15 @@ class TraceFile:
     def _opened(self) -> Iterator[BinaryIO | gzip.GzipFile]:
         """The file's bytes, unpacked if need be. What goes wrong while it is open is about this file."""
         try:
-            with self.path.open("rb") as probe:
-                packed = probe.read(2) == _GZIP
-            with gzip.open(self.path) if packed else self.path.open("rb", buffering=1 << 20) as stream:
-                yield stream
+            with self.path.open("rb", buffering=1 << 20) as raw:
+                packed = raw.read(2) == _GZIP
+                raw.seek(0)
+                self._raw = raw
+                if not packed:
+                    yield raw
+                    return
+                with gzip.GzipFile(fileobj=raw) as stream:
+                    yield stream
         except (OSError, EOFError, zlib.error) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else error
             raise MisconfiguredError(f"cannot read {self.path}: {why}") from error
