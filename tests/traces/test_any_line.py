@@ -135,7 +135,8 @@ def judged(path: Path, opening: bytes, others: Sequence[bytes]) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_how_much_of_a_file_was_read_grows_to_all_of_it(tmp_path: Path, packed: bool) -> None:
     lines = b"".join(
-        b'{"timestamp": %d, "input_length": 512, "hash_ids": [%d]}\n' % (at, at) for at in range(60_000)
+        b'{"timestamp": %d, "block_size": 512, "input_length": 512, "hash_ids": [%d]}\n' % (at, at)
+        for at in range(60_000)
     )
     path = tmp_path / "trace.jsonl"
     path.write_bytes(gzip.compress(lines) if packed else lines)
