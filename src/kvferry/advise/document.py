@@ -1,6 +1,5 @@
 """A plan as one JSON document, which every way to show it is made from. docs/plan.md has the fields."""
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -105,7 +104,7 @@ def commands(
     return {
         name: {
             "arguments": arguments,
-            "lines": flags.lines(arguments, command=command, quote=shlex.quote, columns=FLAG_COLUMNS),
+            "lines": flags.lines(arguments, command=command, columns=FLAG_COLUMNS),
         }
         for name, (command, arguments) in made.items()
     }

@@ -67,11 +67,11 @@ def request_s(compute: Compute, load: Workload, hit_rate: float) -> tuple[float,
     A request either finds all it could, and computes what is new, or computes everything.
     """
     if load.return_hit <= 0:
-        seconds = prefill_s(compute, load.context_p50 * (1 - hit_rate), load.context_p50 * hit_rate)
+        seconds = prefill_s(compute, load.context_mean * (1 - hit_rate), load.context_mean * hit_rate)
         return seconds, seconds**2
     share = min(1.0, hit_rate / load.return_hit)
-    warm = prefill_s(compute, load.new_tokens, load.context_p50 - load.new_tokens)
-    cold = prefill_s(compute, load.context_p50)
+    warm = prefill_s(compute, load.new_tokens, load.context_mean - load.new_tokens)
+    cold = prefill_s(compute, load.context_mean)
     return share * warm + (1 - share) * cold, share * warm**2 + (1 - share) * cold**2
 
 
@@ -80,21 +80,21 @@ def expect(
 ) -> Expected:
     """What that hit rate makes of the fleet. link: what the last tier loads through; far_share: of the input
     tokens, those that come over it."""
-    computed = load.requests_s * load.context_p50 * (1 - hit_rate)
+    computed = load.requests_s * load.context_mean * (1 - hit_rate)
     compute = served.compute
     if compute is None:
         return Expected(keeps, hit_rate, computed, None, None, None, None)
     rate = load.requests_s / served.replicas
     mean, square = request_s(compute, load, hit_rate)
     prefill = rate * mean
-    tokens = load.context_p50 + load.output_tokens / 2
+    tokens = load.context_mean + load.output_tokens / 2
     kv = served.gpu_bytes(tokens)
-    most_batch = max(1, min(MAX_SEQUENCES, served.in_flight(load.context_p50 + load.output_tokens)))
+    most_batch = max(1, min(MAX_SEQUENCES, served.in_flight(load.context_mean + load.output_tokens)))
     batch = _batch(compute, rate * load.output_tokens, kv, left=1 - prefill, most=most_batch)
     step = decode_step_s(compute, batch, kv)
     least = decode_step_s(compute, most_batch, kv) / most_batch
     busy = prefill + rate * load.output_tokens * least
-    loading = link.seconds(served.copy_bytes(load.context_p50) * far_share) if link else 0.0
+    loading = link.seconds(served.copy_bytes(load.context_mean) * far_share) if link else 0.0
     ttft = None
     if busy < 1:
         ttft = mean + loading + rate * square / (2 * (1 - prefill))

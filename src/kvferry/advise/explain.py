@@ -144,6 +144,8 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
     """What the expectations rest on, and how far off they may be."""
     load = plan.load
     found = []
+    if plan.question.gpus is None:
+        found.append(f"{plan.served.replicas} replicas, as nobody said how many GPUs there are (--gpus).")
     if any(text.startswith("preset") for text in load.origin.values()):
         found.append(
             f"The workload is the preset {load.kind.value}, not yours: `kvferry analyze LOG --json` and "
@@ -169,10 +171,7 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
         "direction, "
         f"not a number. At most {MAX_SEQUENCES} answers run at once in a replica."
     )
-    found.append(
-        "The median input stands for the mean. Host memory loads at 20 GB/s per GPU, which no published "
-        "point backs."
-    )
+    found.append("Host memory loads at 20 GB/s per GPU, which no published point backs.")
     found.append(
         "The shared tier is memory of whole servers; NVMe and buckets behind Valkey are sized but not part "
         "of this "

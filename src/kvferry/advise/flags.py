@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -92,19 +94,34 @@ def node_arguments(settings: Settings, *, replicas_per_host: int, valkey: str) -
     return ["--pool", f"{pool // 1_000_000_000}GB", "--valkey", valkey]
 
 
-def lines(arguments: Sequence[str], *, command: str, quote: Any, columns: int) -> list[str]:
-    """A command over lines that end in a backslash, a flag with its value on one, to paste into a shell."""
-    groups: list[str] = []
+def lines(arguments: Sequence[str], *, command: str, columns: int) -> list[str]:
+    """A command over lines to paste into a shell; JSON takes as many lines as it needs."""
+    groups: list[list[str]] = []
     for argument in arguments:
         if argument.startswith("--") or not groups:
-            groups.append(quote(argument))
+            groups.append([shlex.quote(argument)])
         else:
-            groups[-1] += f" {quote(argument)}"
+            groups[-1].append(argument)
     found, line = [], command
-    for group in groups:
-        if len(line) + 3 + len(group) > columns and line.strip():
-            found.append(f"{line} \\")
-            line = f"    {group}"
-        else:
+    for flag, *values in groups:
+        group = " ".join([flag, *map(shlex.quote, values)])
+        if len(line) + 3 + len(group) <= columns:
             line = f"{line} {group}"
+            continue
+        found.append(f"{line} \\")
+        line = f"    {group}"
+        if len(line) + 2 > columns and values and values[0].startswith("{"):
+            *before, line = _json_lines(f"    {flag} '", values[0], columns=columns)
+            found += before
     return [*found, line]
+
+
+def _json_lines(start: str, value: str, *, columns: int) -> list[str]:
+    """A quoted JSON object, broken after commas: white space means nothing there."""
+    found, line = [], start
+    for part in re.split(r'(?<=,)(?=")', value.replace("'", "'\\''")):
+        if len(line) + len(part) + 1 > columns and line.strip():
+            found.append(line)
+            line = "      "
+        line += part
+    return [*found, f"{line}'"]

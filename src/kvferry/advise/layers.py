@@ -30,7 +30,13 @@ def percent(share: float) -> str:
 
 def advise(plan: Plan) -> tuple[Advice, ...]:
     """From the bottom: each layer multiplies those above it."""
-    return tuple(layer(plan) for layer in LAYERS)
+    found = (layer(plan) for layer in LAYERS)
+    return tuple(Advice(one.layer, one.sets, tuple(map(sentence, one.why))) for one in found)
+
+
+def sentence(text: str) -> str:
+    """With a capital."""
+    return text[:1].upper() + text[1:]
 
 
 def _architecture(plan: Plan) -> Advice:

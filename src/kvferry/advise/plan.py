@@ -1,17 +1,17 @@
 """A plan: the workload on the machines, with and without a shared tier, and what follows. Pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvferry.advise.expect import Expected, Keeps, Routing, expect, held, request_s
 from kvferry.advise.parameters import active_parameters, has_experts, query_heads
-from kvferry.advise.price import HOURS, Deal
+from kvferry.advise.price import HOURS, LOW_REUSE, Deal, net_usd
 from kvferry.advise.served import Served, choose_tensor, sizings
 from kvferry.advise.settings import UTILIZATION, Settings, choose, context_of
 from kvferry.advise.shared import Shard, SharedTier, size_shared
 from kvferry.advise.speed import Compute, Link, attention_of, host_link, prefill_s, valkey_link
-from kvferry.advise.verdict import Verdict, judge
+from kvferry.advise.verdict import Not, Verdict, judge
 from kvferry.advise.workload import Goal, Kind, Numbers, ReuseCurve, Workload, complete
 from kvferry.errors import MisconfiguredError
 from kvferry.models.concurrency import Budget, Weights
@@ -24,6 +24,7 @@ REPLICAS = 2  # where nobody says how many GPUs there are
 GIB = 1 << 30
 LONG_GAP_H = 1.0
 UNPRICED = 1.0
+UNLIMITED = 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,6 @@ class Plan:
     verdict: Verdict
     link: Link
     keeps_s: float
-    prefill_tokens_s: float | None
     tensor_why: str
     zone_usd_month: float
 
@@ -116,9 +116,7 @@ class Plan:
 
 def make(question: Question) -> Plan:
     """The plan. Raises MisconfiguredError for what cannot be."""
-    sketch = complete(
-        question.numbers, kind=question.kind, replicas=1, goal=question.goal, measured=question.measured
-    )
+    sketch = _workload(question, replicas=1)
     most = question.model.max_context
     if most and sketch.context_p99 > most:
         raise MisconfiguredError(
@@ -127,14 +125,19 @@ def make(question: Question) -> Plan:
         )
     length = context_of(sketch.context_p99, sketch.output_tokens, most)
     served, why = _serve(question, sketch, length)
-    load = complete(
+    load = _workload(question, replicas=served.replicas)
+    return _decide(question, served, load, length, why)
+
+
+def _workload(question: Question, *, replicas: int) -> Workload:
+    return complete(
         question.numbers,
         kind=question.kind,
-        replicas=served.replicas,
+        replicas=replicas,
         goal=question.goal,
         measured=question.measured,
+        longest=question.model.max_context,
     )
-    return _decide(question, served, load, length, why)
 
 
 def _serve(question: Question, sketch: Workload, length: int) -> tuple[Served, str]:
@@ -157,7 +160,7 @@ def _serve(question: Question, sketch: Workload, length: int) -> tuple[Served, s
             question.model,
             question.kv,
             rules,
-            most=question.gpus or question.gpus_per_host,
+            most=min(question.gpus or question.gpus_per_host, question.gpus_per_host),
             tokens=sketch.context_p99 + sketch.output_tokens,
             budgets=budgets,
         )
@@ -173,9 +176,9 @@ def _serve(question: Question, sketch: Workload, length: int) -> tuple[Served, s
         budget=budget(tensor),
         weights=question.weights,
         replicas=gpus // tensor,
-        replicas_per_host=max(1, question.gpus_per_host // tensor),
+        gpus_per_host=question.gpus_per_host,
         host_bytes=question.host_bytes,
-        compute=_compute(question, tensor),
+        compute=_compute(question, tensor, sketch.context_mean),
     )
     if served.in_flight(length) < 1:
         raise MisconfiguredError(
@@ -186,7 +189,8 @@ def _serve(question: Question, sketch: Workload, length: int) -> tuple[Served, s
     return served, why
 
 
-def _compute(question: Question, tensor: int) -> Compute | None:
+def _compute(question: Question, tensor: int, tokens: float) -> Compute | None:
+    """What speed is told from; a measured rate of prefill corrects it, at prompts of ``tokens``."""
     gpu, model = question.gpu, question.model
     weights = question.weights.nbytes
     count = model.parameters or weights / 2
@@ -194,7 +198,7 @@ def _compute(question: Question, tensor: int) -> Compute | None:
     flops = (question.flops or gpu.bf16_tflops) * 1e12
     if not active or not flops or not gpu.bandwidth_gb_s:
         return None
-    return Compute(
+    found = Compute(
         parameters=active,
         weights_bytes=weights,
         active_bytes=min(weights, weights * active / count),
@@ -204,37 +208,71 @@ def _compute(question: Question, tensor: int) -> Compute | None:
         flops=flops,
         bandwidth=gpu.bandwidth_gb_s * 1e9,
     )
+    if question.prefill_tokens_s is None:
+        return found
+    return replace(found, measured=question.prefill_tokens_s / (tokens / prefill_s(found, tokens) / tensor))
 
 
-def _decide(question: Question, served: Served, load: Workload, length: int, why: str) -> Plan:
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """A shared tier of one size, and what it brings."""
+
+    tier: SharedTier
+    expected: tuple[Expected, Expected, Expected]
+    link: Link
+    deal: Deal
+
+
+def _option(question: Question, served: Served, load: Workload, tokens: float) -> _Option:
+    """A shared tier that holds so many tokens."""
     routing = question.routing
-    needed = load.curve.enough_tokens
-    hits = [held(served, load, keeps=keeps, shared_tokens=needed, routing=routing) for keeps in Keeps]
-    size = served.copy_bytes(load.context_p50)
+    hits = [held(served, load, keeps=keeps, shared_tokens=tokens, routing=routing) for keeps in Keeps]
     far = max(0.0, hits[2] - hits[1])
     tier = size_shared(
         conversation_bytes=served.copy_bytes(load.grown_tokens),
-        conversations=needed / load.grown_tokens if load.curve.at(0.0) < load.curve.most else 0.0,
-        read_bytes_s=load.requests_s * far * size,
+        conversations=tokens / load.grown_tokens,
+        read_bytes_s=load.requests_s * far * served.copy_bytes(load.context_mean),
         started_s=load.requests_s / load.turns,
         resume_h=load.resume_h,
         shard=question.shard,
     )
     link = valkey_link(served.tensor, tier.sustained_bytes_s)
     links = (None, host_link(served.tensor), link)
-    shares = (0.0, hits[1] - hits[0], far)
-    expected = tuple(
-        expect(served, load, keeps=keeps, hit_rate=hit, link=behind, far_share=max(0.0, share))
+    shares = (0.0, max(0.0, hits[1] - hits[0]), far)
+    first, second, third = (
+        expect(served, load, keeps=keeps, hit_rate=hit, link=behind, far_share=share)
         for keeps, hit, behind, share in zip(Keeps, hits, links, shares, strict=True)
     )
-    prefill = question.prefill_tokens_s or _prefill_rate(served, load)
-    deal = _deal(question, served, load, tier, expected, prefill)
+    expected = (first, second, third)
+    return _Option(tier, expected, link, _deal(question, served, load, tier, expected))
+
+
+def _best(question: Question, served: Served, load: Workload) -> _Option:
+    """Of the sizes that reuse is known at, the one with the highest net; without a price, what is enough."""
+    enough = load.curve.enough_tokens
+    if question.prices.gpu_usd_hour is None or load.curve.most <= 0:
+        return _option(question, served, load, enough)
+    sizes = dict.fromkeys((*(tokens for tokens, _ in load.curve.points if tokens <= enough), enough))
+    options = [_option(question, served, load, tokens) for tokens in sizes]
+    least = options[-1].deal.own_hit_rate + LOW_REUSE
+    adding = [option for option in options if option.deal.hit_rate >= least]
+    return max(adding or options[-1:], key=lambda option: net_usd(option.deal))
+
+
+def _decide(question: Question, served: Served, load: Workload, length: int, why: str) -> Plan:
+    best = _best(question, served, load)
+    returns = _returns(served, load, best.link)
+    against = {
+        Not.COMPRESSED: served.compressed,
+        Not.SEVERAL_HOSTS: served.tensor > served.gpus_per_host,
+        Not.NOTHING_RETURNS: load.curve.at(load.grown_tokens) >= load.curve.most,
+        Not.SLOWER: any(_slower(found, best.expected[1].busy or 0.0) for found in returns[:1]),
+    }
     verdict = judge(
-        deal,
-        priced=question.prices.gpu_usd_hour is not None and prefill is not None,
-        compressed=served.compressed,
-        returns=load.curve.at(0.0) < load.curve.most,
-        prefill_share=_prefill_share(served, load, expected[2]),
+        best.deal,
+        priced=question.prices.gpu_usd_hour is not None and served.compute is not None,
+        against=tuple(reason for reason, holds in against.items() if holds),
+        prefill_share=_prefill_share(served, load, best.expected[2]),
     )
     settings = choose(
         served,
@@ -243,25 +281,31 @@ def _decide(question: Question, served: Served, load: Workload, length: int, why
         utilization=question.utilization,
         max_model_len=length,
         shared=verdict.shared,
-        routing=routing,
+        routing=question.routing,
     )
-    new_s = (load.requests_s * (load.context_p50 * (1 - hits[1]) + load.output_tokens)) / served.replicas
-    crossing = load.requests_s * HOURS * 3600 * size * (far + 1 - hits[2]) / 1e9
+    made = load.context_mean * (1 - best.expected[1].hit_rate) + load.output_tokens
+    new_s = load.requests_s * made / served.replicas
+    moved = 1 - best.expected[1].hit_rate  # what is not there already is loaded or stored
+    crossing = load.requests_s * HOURS * 3600 * served.copy_bytes(load.context_mean) * moved / 1e9
     return Plan(
         question=question,
         served=served,
         load=load,
         settings=settings,
-        tier=tier,
-        expected=(expected[0], expected[1], expected[2]),
-        returns=_returns(served, load, link),
+        tier=best.tier,
+        expected=best.expected,
+        returns=returns,
         verdict=verdict,
-        link=link,
+        link=best.link,
         keeps_s=served.host_tokens(load.grown_tokens) / new_s if new_s else 0.0,
-        prefill_tokens_s=prefill,
         tensor_why=why,
         zone_usd_month=crossing * question.prices.zone_usd_gb,
     )
+
+
+def _slower(found: Return, busy: float) -> bool:
+    """Whether loading takes longer than computing on replicas as busy as they are without the tier."""
+    return found.kv_bytes > 0 and busy < 1 and found.shared_s >= found.computed_s / (1 - busy)
 
 
 def _prefill_share(served: Served, load: Workload, found: Expected) -> float:
@@ -271,11 +315,11 @@ def _prefill_share(served: Served, load: Workload, found: Expected) -> float:
     return load.requests_s / served.replicas * request_s(served.compute, load, found.hit_rate)[0]
 
 
-def _prefill_rate(served: Served, load: Workload) -> float | None:
-    """Of one GPU that computes prompts of the median length."""
+def _prefill_rate(served: Served, load: Workload) -> float:
+    """Of one GPU that computes prompts of the mean length; without end where speed is unknown."""
     if served.compute is None:
-        return None
-    return load.context_p50 / prefill_s(served.compute, load.context_p50) / served.tensor
+        return UNLIMITED
+    return load.context_mean / prefill_s(served.compute, load.context_mean) / served.tensor
 
 
 def _returns(served: Served, load: Workload, link: Link) -> tuple[Return, ...]:
@@ -301,32 +345,26 @@ def _returns(served: Served, load: Workload, link: Link) -> tuple[Return, ...]:
 
 
 def _deal(
-    question: Question,
-    served: Served,
-    load: Workload,
-    tier: SharedTier,
-    expected: Sequence[Expected],
-    prefill: float | None,
+    question: Question, served: Served, load: Workload, tier: SharedTier, expected: Sequence[Expected]
 ) -> Deal:
     """As ``kvferry price`` counts it: the shared tier beside GPUs and host memory that are there anyway.
 
     GPUs that the load would need beyond the fleet, and does not with the tier, are purchases put off.
     """
-    prices = question.prices
+    prices, grown = question.prices, load.grown_tokens
     before, after = (max(0.0, (found.busy or 0.0) - 1) for found in expected[1:])
     spared = max(0.0, before - after) * served.gpus
-    grown = load.grown_tokens
     local = max(served.copy_bytes(grown) * served.gpu_tokens(grown) / grown, served.host_bytes)
     return Deal(
         gpus=served.gpus,
         gpu_usd_hour=prices.gpu_usd_hour or UNPRICED,
         requests_s=load.requests_s,
-        prompt_tokens=load.context_p50,
-        prefill_tokens_s=prefill or 1e12,
+        prompt_tokens=load.context_mean,
+        prefill_tokens_s=_prefill_rate(served, load),
         hit_rate=min(1.0, max(expected[1].hit_rate, expected[2].hit_rate)),
         own_hit_rate=min(1.0, expected[1].hit_rate),
         deferred_usd_month=spared * (prices.gpu_usd_hour or 0.0) * HOURS,
-        bytes_per_token=served.copy_bytes(load.context_p50) / load.context_p50,
+        bytes_per_token=served.copy_bytes(load.context_mean) / load.context_mean,
         ram_gib=tier.machine_bytes / GIB,
         ram_usd_gib=prices.ram_usd_gib,
         disk_gib=tier.disk_bytes / GIB,
@@ -334,7 +372,7 @@ def _deal(
         objects_gib=tier.bucket_bytes / GIB,
         objects_usd_gib=prices.objects_usd_gib,
         replicas=served.replicas,
-        working_set_gib=tier.peak_bytes / served.replicas / GIB,
+        working_set_gib=load.curve.enough_tokens / grown * served.copy_bytes(grown) / served.replicas / GIB,
         host_gib=local / GIB,
         long_gaps=load.resume_h >= LONG_GAP_H,
     )

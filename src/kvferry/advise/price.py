@@ -199,7 +199,8 @@ def _other_hours(deal: Deal) -> float:
     return max(0.0, deal.fleet_hours - deal.prefill_hours(deal.own_hit_rate))
 
 
-def _net(deal: Deal) -> float:
+def net_usd(deal: Deal) -> float:
+    """Of a month."""
     return _net_at(deal, deal.hit_rate)
 
 
@@ -236,7 +237,7 @@ def _reasons(deal: Deal) -> tuple[No, ...]:
         No.FITS: 0 < deal.working_set_gib <= deal.host_gib and not deal.long_gaps,
         No.LOW_REUSE: deal.hit_rate - deal.own_hit_rate < LOW_REUSE - ROUNDING,
         No.NO_PREFILL: deal.prefill_hours(deal.hit_rate) > deal.fleet_hours,
-        No.COSTS_MORE: _net(deal) <= 0,
+        No.COSTS_MORE: net_usd(deal) <= 0,
     }
     return tuple(reason for reason, holds in found.items() if holds)
 
@@ -267,7 +268,7 @@ def _moved(deal: Deal, name: str, value: float) -> Moved:
     if name == "own_hit_rate":
         value = min(value, deal.hit_rate)
     changed: dict[str, Any] = {name: value}
-    return Moved(value, _net(replace(deal, **changed)))
+    return Moved(value, net_usd(replace(deal, **changed)))
 
 
 def explain(deal: Deal) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ class Served:
     budget: Budget
     weights: Weights
     replicas: int
-    replicas_per_host: int
+    gpus_per_host: int
     host_bytes: int
     compute: Compute | None
 
@@ -49,7 +49,12 @@ class Served:
     @property
     def hosts(self) -> int:
         """That the replicas fill."""
-        return math.ceil(self.replicas / self.replicas_per_host)
+        return math.ceil(self.gpus / self.gpus_per_host)
+
+    @property
+    def replicas_per_host(self) -> int:
+        """At most; an engine over several hosts counts as one on each."""
+        return max(1, self.gpus_per_host // self.tensor)
 
     def copy_bytes(self, tokens: float) -> int:
         """KV of a prefix of so many tokens, once: what a shared tier stores."""
@@ -78,8 +83,8 @@ class Served:
 
     @cached_property
     def windows(self) -> bool:
-        """Whether some layers keep a window only."""
-        return any(layer.span in (Span.WINDOW, Span.CHUNK) for layer in self.model.layers)
+        """Whether some layers keep a window only, and others more."""
+        return windowed(self.model)
 
     @cached_property
     def one_group(self) -> bool:
@@ -92,14 +97,21 @@ class Served:
         return any(layer.every > 1 for layer in self.model.layers)
 
 
+def windowed(model: Model) -> bool:
+    """Whether some layers keep a window only, and others more; of attention that compresses, it is apart."""
+    kept = [layer for layer in model.layers if layer.keeps]
+    windows = [layer for layer in kept if layer.span is Span.WINDOW]
+    return 0 < len(windows) < len(kept) and all(layer.every == 1 for layer in kept)
+
+
 def sizings(model: Model, dtype: str, tensor: int, rules: EngineRules) -> tuple[Sizing, ...]:
     """With fp8 KV, layers with a window stay 16-bit: they are sized apart."""
     if dtype == CACHES_FP8 and any(layer.latent and layer.index for layer in model.layers):
         return (Sizing(model, kv_dtype("fp8_ds_mla"), tensor, 1, rules),)
-    bounded = tuple(layer for layer in model.layers if layer.span in (Span.WINDOW, Span.CHUNK))
-    others = tuple(layer for layer in model.layers if layer.span not in (Span.WINDOW, Span.CHUNK))
-    if dtype != CACHES_FP8 or not bounded or not any(layer.keeps for layer in others):
+    if dtype != CACHES_FP8 or not windowed(model):
         return (Sizing(model, kv_dtype(dtype), tensor, 1, rules),)
+    bounded = tuple(layer for layer in model.layers if layer.span is Span.WINDOW)
+    others = tuple(layer for layer in model.layers if layer.span is not Span.WINDOW)
     # Alone, they are layers of their own: none lies beside another, and none reads another's KV.
     apart = [
         tuple(replace(layer, beside=False, shares_layer=None) for layer in part) for part in (others, bounded)

@@ -3,11 +3,13 @@
 Prefill is 2 P n + 2 n^2 d L operations over what GPUs reach of their peak. That share grows with the tokens
 computed at once and falls with the ranks that talk to each other:
 
-    share = ceiling / (1 + 0.06 (ranks - 1)) x n / (n + 1000 ranks),  ceiling 0.60, with experts 0.45
+    share = ceiling / (1 + 0.06 (ranks - 1)) x m / (m + 1000 ranks),  ceiling 0.60, with experts 0.45
 
-fitted to six published prefills (``tests/advise/test_plan_speed.py`` has them and how far off this is). A
-decode step reads weights at 0.74 and KV at 0.90 of the memory's bandwidth (fitted on an H100 with an 8B).
-Times are seconds, sizes bytes, rates per second; counts of tokens are whole or means.
+with m = n, but at least 2,048: below it no prefill is published, and a constant share gives the published
+0.13 s until the first token of returns with some hundred new tokens (70B, 8 H100). It was fitted to six
+published prefills; ``tests/advise/test_plan_speed.py`` has them, and how far off this is. A decode step reads
+weights at 0.74 and KV at 0.90 of the memory's bandwidth (fitted on an H100 with an 8B). Times are seconds,
+sizes bytes, rates per second; counts of tokens are whole or means.
 """
 
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ DENSE_CEILING = 0.60
 EXPERTS_CEILING = 0.45
 RANK_LOSS = 0.06
 HALF_TOKENS_PER_RANK = 1000
+FITTED_FROM_TOKENS = 2048
 WEIGHT_BANDWIDTH = 0.74
 KV_BANDWIDTH = 0.90
 SPARSE_TOKENS = 2048  # what an indexer picks for each token (DeepSeek V3.2, GLM 5)
@@ -49,6 +52,7 @@ class Compute:
 
     parameters: used for a token (of a model with experts, fewer than it has). weights_bytes: of all of them,
     active_bytes: of those used for a token. flops: peak of one GPU, dense. bandwidth: of its memory.
+    measured: how much faster prefill was measured to be than it is modelled here.
     """
 
     parameters: float
@@ -59,6 +63,7 @@ class Compute:
     ranks: int
     flops: float
     bandwidth: float
+    measured: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,8 @@ def operations(compute: Compute, new: float, context: float = 0.0) -> float:
 def peak_share(compute: Compute, new: float) -> float:
     """What GPUs reach of their peak with ``new`` tokens computed at once."""
     ceiling = EXPERTS_CEILING if compute.experts else DENSE_CEILING
-    filled = new / (new + HALF_TOKENS_PER_RANK * compute.ranks)
+    at_once = max(new, FITTED_FROM_TOKENS)
+    filled = at_once / (at_once + HALF_TOKENS_PER_RANK * compute.ranks)
     return ceiling / (1 + RANK_LOSS * (compute.ranks - 1)) * filled
 
 
@@ -113,7 +119,7 @@ def prefill_s(compute: Compute, new: float, context: float = 0.0) -> float:
     if new <= 0:
         return 0.0
     least = compute.active_bytes / (WEIGHT_BANDWIDTH * compute.bandwidth * compute.ranks)
-    at_once = compute.flops * compute.ranks * peak_share(compute, new)
+    at_once = compute.flops * compute.ranks * peak_share(compute, new) * compute.measured
     return max(least, operations(compute, new, context) / at_once)
 
 

@@ -10,6 +10,8 @@ class Not(Enum):
     """Reasons beside those of the price."""
 
     COMPRESSED = "this model compresses its KV, which no connector of ours takes"
+    SEVERAL_HOSTS = "an engine over several hosts is not served by our connectors"
+    SLOWER = "loading a prefix from it takes longer than computing it again"
     NOTHING_RETURNS = "nobody comes back: what engines share of a prompt stays in their own memory"
 
 
@@ -25,6 +27,9 @@ MEASURE = {
     No.COSTS_MORE: "your own prices (--gpu-usd-hour, --ram-usd) and the hit rate from which it pays: "
     "`kvferry price` with them",
     Not.COMPRESSED: "none: wait for a connector that takes it",
+    Not.SEVERAL_HOSTS: "none: use fewer ranks (--tp), smaller weights or larger GPUs",
+    Not.SLOWER: "bandwidth from cache servers to a GPU host, and prefill of a prompt of your length: "
+    "`kvferry bench tiers`, and an engine's own benchmark (--prefill-tokens-s)",
     Not.NOTHING_RETURNS: "`kvferry analyze LOG`: prompts that share more than their instructions",
 }
 
@@ -44,18 +49,14 @@ class Verdict:
         return not self.reasons
 
 
-def judge(deal: Deal, *, priced: bool, compressed: bool, returns: bool, prefill_share: float) -> Verdict:
+def judge(deal: Deal, *, priced: bool, against: tuple[Not, ...], prefill_share: float) -> Verdict:
     """Every reason against it.
 
-    priced: whether the GPU's price is known. returns: whether anything comes back that a cache could hold.
-    prefill_share: of the GPUs' time, what the prompts' new tokens take even with the tier.
+    priced: whether the GPU's price is known. against: what was found beside the price. prefill_share: of the
+    GPUs' time, what the prompts' new tokens take even with the tier.
     """
     found = answer(deal)
-    reasons: list[No | Not] = []
-    if compressed:
-        reasons.append(Not.COMPRESSED)
-    if not returns:
-        reasons.append(Not.NOTHING_RETURNS)
+    reasons: list[No | Not] = [*against]
     reasons += [reason for reason in found.reasons if priced or reason is not No.COSTS_MORE]
     if prefill_share > 1 and No.NO_PREFILL not in reasons:
         reasons.append(No.NO_PREFILL)

@@ -35,14 +35,16 @@ class Kind(enum.Enum):
 class Numbers:
     """What a user may say of a workload. None: not said.
 
-    context_p50, context_p99: input tokens of a request, history included. new_tokens: of them, those that no
-    earlier request had, after the first turn. output_tokens: of an answer. turns: of a conversation. gap_s:
-    between its turns. conversations: that are going on at a time. requests_s: mean. reuse: share of input
-    tokens that an unbounded cache finds. resume_h: after how many hours conversations are still taken up.
+    context_p50, context_p99, context_mean: input tokens of a request, history included. new_tokens: of them,
+    those that no earlier request had, after the first turn. output_tokens: of an answer. turns: of a
+    conversation. gap_s: between its turns. conversations: that are going on at a time. requests_s: mean.
+    reuse: share of input tokens that an unbounded cache finds. resume_h: for how many hours conversations are
+    still taken up.
     """
 
     context_p50: float | None = None
     context_p99: float | None = None
+    context_mean: float | None = None
     new_tokens: float | None = None
     output_tokens: float | None = None
     turns: float | None = None
@@ -56,10 +58,10 @@ class Numbers:
 # Of one replica, as far as conversations and requests go: a preset fleet is as busy per replica whatever its
 # size. Chat and RAG are made up; the agent follows published traces: 33 turns, 80K tokens by turn 30, 131:1.
 PRESETS = {
-    Kind.CHAT: Numbers(4096, 12_000, 250, 300, 12, 60, 100, None, None, 0),
-    Kind.RAG: Numbers(60_000, 110_000, 400, 400, 5, 120, 16, None, None, 0),
-    Kind.AGENT: Numbers(43_600, 110_000, 2300, 333, 33, 120, 30, None, None, 0),
-    Kind.ONE_SHOT: Numbers(2000, 6000, 2000, 300, 1, 0, 0, 2, 0.1, 0),
+    Kind.CHAT: Numbers(4096, 12_000, None, 250, 300, 12, 60, 100, None, None, 0),
+    Kind.RAG: Numbers(60_000, 110_000, None, 400, 400, 5, 120, 16, None, None, 0),
+    Kind.AGENT: Numbers(43_600, 110_000, None, 2300, 333, 33, 120, 30, None, None, 0),
+    Kind.ONE_SHOT: Numbers(2000, 6000, None, 2000, 300, 1, 0, 0, 2, 0.1, 0),
 }
 GOALS = {Kind.CHAT: Goal.LATENCY}
 NEEDED = ("context_p50", "output_tokens")
@@ -106,6 +108,7 @@ class Workload:
     goal: Goal
     context_p50: float
     context_p99: float
+    context_mean: float
     new_tokens: float
     output_tokens: float
     turns: float
@@ -122,7 +125,7 @@ class Workload:
     @property
     def return_hit(self) -> float:
         """Share of its input that a returning request finds at best."""
-        return max(0.0, 1 - self.new_tokens / self.context_p50)
+        return max(0.0, 1 - self.new_tokens / self.context_mean)
 
 
 def complete(
@@ -132,9 +135,11 @@ def complete(
     replicas: int,
     goal: Goal | None = None,
     measured: tuple[Numbers, ReuseCurve | None, str] | None = None,
+    longest: int = 0,
 ) -> Workload:
     """What was said first, then what was measured in a trace, then the preset, then what follows.
 
+    longest: what the model allows; a preset's lengths are cut to it. 0: any.
     Raises MisconfiguredError where something is missing or contradicts itself.
     """
     origin: dict[str, str] = {}
@@ -154,6 +159,7 @@ def complete(
             per = f" x {replicas} replicas" if scale != 1 and value else ""
             origin[name] = f"preset {kind.value}{f': {value:g}{per}' if per else ''}"
     _check(known)
+    _cut(known, origin, longest=longest)
     _fill(known, origin, given)
     curve = measured[1] if measured else None
     if curve is None:
@@ -167,6 +173,18 @@ def complete(
         origin=origin,
         **{field.name: known[field.name] for field in fields(Workload) if field.name in known},
     )
+
+
+def _cut(known: dict[str, float], origin: dict[str, str], *, longest: int) -> None:
+    """A preset's lengths, in proportion, to what the model allows."""
+    longest -= math.ceil(known["output_tokens"])
+    p99 = known.get("context_p99", 0.0)
+    if not 0 < longest < p99 or not origin["context_p99"].startswith("preset"):
+        return
+    for name in ("context_p50", "context_p99", "new_tokens"):
+        if origin.get(name, "").startswith("preset"):
+            known[name] = math.floor(known[name] * longest / p99) or 1
+            origin[name] += f", cut to the model's {longest + math.ceil(known['output_tokens']):,}"
 
 
 def _check(known: Mapping[str, float]) -> None:
@@ -189,10 +207,11 @@ def _fill(known: dict[str, float], origin: dict[str, str], given: Numbers) -> No
     put("context_p99", 2 * known["context_p50"], "twice the median: nobody said")
     if known["context_p99"] < known["context_p50"]:
         _lift(known, origin, given)
+    put("context_mean", known["context_p50"], "the median stands for the mean: nobody said")
     put("turns", 1.0, "1: nobody said")
     middle, turns, output = known["context_p50"], known["turns"], known["output_tokens"]
     put("new_tokens", middle / turns, "median input / turns")
-    if known["new_tokens"] > middle:
+    if known["new_tokens"] > min(middle, known["context_mean"]):
         raise MisconfiguredError(
             f"--new-tokens {known['new_tokens']:g} is more than a request has (--context-p50 {middle:g})"
         )

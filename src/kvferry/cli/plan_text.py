@@ -27,10 +27,10 @@ def markdown(found: dict[str, Any], *, explain: bool) -> str:
     ]
     lines += [f"**{verdict(found)}**", ""]
     for reason in found["why_not"]:
-        lines.append(f"- {_sentence(reason['text'])} What would change it: {reason['what_would_change_it']}.")
+        lines.append(f"- {reason['text']}. What would change it: {reason['what_would_change_it']}.")
     lines += ["", "## Layers, bottom up", "", "| layer | set | why |", "|---|---|---|"]
     for layer in found["layers"]:
-        why = " ".join(_sentence(text) for text in layer["why"])
+        why = " ".join(layer["why"])
         lines.append(f"| {layer['layer']} | {'; '.join(layer['set'])} | {why} |")
     for name, command in found["flags"].items():
         lines += ["", f"## {NAMES[name]}", "", "```console", *command["lines"], "```"]
@@ -103,7 +103,7 @@ def _layers(found: dict[str, Any]) -> str:
     lines = ["Layers, bottom up: each multiplies those above it."]
     for number, layer in enumerate(found["layers"], 1):
         lines.append(f"{number}. {layer['layer']}: {'; '.join(layer['set'])}")
-        lines += [labelled("", _sentence(text)) for text in layer["why"]]
+        lines += [labelled("", text) for text in layer["why"]]
     return "\n".join(lines)
 
 
@@ -212,7 +212,9 @@ def _hours(price: dict[str, Any]) -> str:
 def _even(price: dict[str, Any]) -> str:
     if price["break_even_hit_rate"] is None:
         return "at no hit rate does it pay" if price["net_usd_per_month"] is not None else "unknown"
-    return f"pays from a hit rate of {percent(price['break_even_hit_rate'])}"
+    even, most = price["break_even_hit_rate"], price["inputs"]["hit_rate"]
+    text = f"pays from a hit rate of {percent(even)}"
+    return text if even <= most else f"{text}; with it, there are {percent(most)}"
 
 
 def percent(share: float | None) -> str:
@@ -232,7 +234,3 @@ def usd(amount: float | None) -> str:
 
 def _plain(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 10 else f"{value:,.2f}"
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + ("" if text.endswith((".", ")")) else ".")

@@ -67,6 +67,7 @@ def from_document(found: dict[str, Any], *, name: str) -> Measured:
         numbers: dict[str, float | None] = {
             "context_p50": inputs["p50"],
             "context_p99": inputs["p99"],
+            "context_mean": traffic["input_tokens"] / traffic["requests"],
             "output_tokens": max(1, outputs["p50"]) if outputs else None,
             "requests_s": traffic["requests"] / span if span else None,
         }
