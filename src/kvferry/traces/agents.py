@@ -48,7 +48,7 @@ class AgentSessions:
     def __init__(self, block_tokens: int, file: str) -> None:
         self.block_tokens = block_tokens
         self._file = file
-        self._decoder = msgspec.json.Decoder(_Session)
+        self._decoder = msgspec.json.Decoder(_Session, strict=False)
         self._sessions = 0
 
     @classmethod

@@ -4,12 +4,13 @@ Every format is a class with ``of(opening)``, which gives a reader, or None wher
 format's. To add one, write the class and name it in ``source``.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 import msgspec
 
@@ -58,7 +59,11 @@ class Reader(Protocol):
     format: str
     block_tokens: int
     clock: Clock
-    note: str
+
+    @property
+    def note(self) -> str:
+        """As of the lines read so far."""
+        ...
 
     def requests(self, line: bytes) -> Iterable[Request]:
         """The requests of one line; none where it belongs there but is none. Raises MalformedError."""
@@ -74,6 +79,13 @@ def decoded(line: bytes | str, decoder: "msgspec.json.Decoder[_Record]") -> _Rec
     except RecursionError as error:
         raise MalformedError("nested too deeply") from error
     except (ValueError, UnicodeDecodeError) as error:
+        if decoder is not ANY or b"\\ud" not in (line.encode() if isinstance(line, str) else line).lower():
+            raise MalformedError("not JSON") from error
+    try:
+        return cast(
+            _Record, json.loads(line)
+        )  # which takes half a pair of surrogates, as logs that cut texts have them
+    except (ValueError, RecursionError) as error:
         raise MalformedError("not JSON") from error
 
 

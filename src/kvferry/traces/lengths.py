@@ -14,6 +14,8 @@ _COLUMNS = {
     "azure": ("timestamp", "contexttokens", "generatedtokens"),
     "burstgpt": ("timestamp", "request tokens", "response tokens"),
 }
+_SESSION = "session id"  # of BurstGPT's second edition
+_SEPARATORS = (",", ";", "\t")
 
 
 class Lengths:
@@ -22,31 +24,38 @@ class Lengths:
     clock = Clock.TRACE
     note = "the format has lengths only"
 
-    def __init__(self, name: str, head: list[str], block_tokens: int) -> None:
+    def __init__(self, name: str, head: list[str], block_tokens: int, separator: str) -> None:
         self.format = name
         self.block_tokens = block_tokens
         self._head = head
+        self._separator = separator
         self._places = [head.index(column) for column in _COLUMNS[name]]
+        self._session = head.index(_SESSION) if _SESSION in head else None
 
     @classmethod
     def of(cls, opening: Opening) -> "Lengths | None":
         """A reader, if the first line has the columns of a known trace."""
-        head = _cells(opening.lines[0]) if opening.lines else []
-        names = [cell.strip().lower() for cell in head]
-        for name, columns in _COLUMNS.items():
-            if all(column in names for column in columns):
-                return cls(name, names, opening.block_tokens or DEFAULT_BLOCK_TOKENS)
+        for separator in _SEPARATORS:
+            head = _cells(opening.lines[0], separator) if opening.lines else []
+            names = [cell.strip().lower() for cell in head]
+            for name, columns in _COLUMNS.items():
+                if all(column in names for column in columns):
+                    return cls(name, names, opening.block_tokens or DEFAULT_BLOCK_TOKENS, separator)
         return None
 
     def requests(self, line: bytes) -> Iterable[Request]:
         """The line's request; none for the head. Raises MalformedError."""
-        cells = _cells(line)
+        cells = _cells(line, self._separator)
         if [cell.strip().lower() for cell in cells] == self._head:
             return []
         try:
             time, given, made = (cells[place] for place in self._places)
             request = Request(
-                time_s=seconds(time), input_tokens=int(given), output_tokens=int(made), blocks=None
+                time_s=seconds(time),
+                input_tokens=_whole(given),
+                output_tokens=_whole(made),
+                blocks=None,
+                session=None if self._session is None else cells[self._session] or None,
             )
         except IndexError as error:
             raise MalformedError("fewer columns than the head") from error
@@ -55,8 +64,20 @@ class Lengths:
         return [request]
 
 
-def _cells(line: bytes) -> list[str]:
+def _whole(cell: str) -> int:
+    """A count, as ``374`` or ``374.0``. Raises ValueError."""
     try:
-        return next(csv.reader([line.decode("utf-8-sig").rstrip("\r\n")]), [])
+        return int(cell)
+    except ValueError:
+        number = float(cell)
+    if not number.is_integer():
+        raise ValueError(cell)
+    return int(number)
+
+
+def _cells(line: bytes, separator: str) -> list[str]:
+    try:
+        text = line.decode("utf-8-sig").rstrip("\r\n")
+        return next(csv.reader([text], delimiter=separator), [])
     except (UnicodeDecodeError, csv.Error):
         return []

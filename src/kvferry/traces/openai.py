@@ -6,11 +6,14 @@ exact. Text becomes tokens at a fixed number of bytes each: that of the first li
 ``usage.prompt_tokens``, else ``BYTES_PER_TOKEN``; blocks are then that many bytes.
 """
 
+import contextlib
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 import msgspec
+import xxhash
 
 from kvferry.traces import blocks
 from kvferry.traces.formats import ANY, DEFAULT_BLOCK_TOKENS, Clock, Opening, decoded
@@ -19,8 +22,13 @@ from kvferry.traces.times import seconds
 from kvferry.traces.tokens import OUTPUT_COUNTS, SESSIONS, TIMES, first, named, whole
 
 BYTES_PER_TOKEN = 4.0
+_DATA = b"data by its digest "
 _PLAUSIBLE = (1.0, 16.0)  # bytes a token, beyond which usage counts something else (images, a hidden prompt)
-_INNER = ("request", "body", "request_body", "payload", "data", "kwargs", "params", "json", "raw_request")
+_INNER = (
+    "request", "body", "request_body", "payload", "data", "kwargs", "params", "json", "raw_request", "log",
+    "message", "msg", "jsonPayload", "attributes",
+)  # fmt: skip
+_DATA_BYTES = 512  # a longer text without a space is an image or the like
 _MAX_DEPTH = 4
 
 
@@ -32,12 +40,21 @@ class OpenAiRequests:
 
     def __init__(self, *, bytes_per_token: float, block_tokens: int, measured: bool) -> None:
         self.block_tokens = block_tokens
-        self.note = f"tokens are text at {bytes_per_token:.2f} bytes each, " + (
-            "as usage says in the first lines" if measured else "an estimate"
-        )
+        self._said = "as usage says in the first lines" if measured else "an estimate"
+        self._data = self._continued = False
         self._bytes_per_token = bytes_per_token
         # Never less than the tokens it stands for, so that a prompt has no more blocks than its tokens fill.
         self._block_bytes = math.ceil(block_tokens * bytes_per_token)
+
+    @property
+    def note(self) -> str:
+        """How tokens are counted, and what was met that cannot be."""
+        text = f"tokens are text at {self._bytes_per_token:.2f} bytes each, {self._said}"
+        if self._data:
+            text += "; images and other data count as a few tokens each"
+        if self._continued:
+            text += "; of requests with previous_response_id the log lacks what they continue"
+        return text
 
     @classmethod
     def of(cls, opening: Opening) -> "OpenAiRequests | None":
@@ -95,8 +112,14 @@ class OpenAiRequests:
             return Request(time_s, len(ids), outputs, keys, session)
         parts = tuple(parts_of(body))
         content = b"".join(part.content for part in parts)
+        self._data = self._data or _DATA in content
         if not content:
             raise MalformedError("the prompt is empty")
+        if body.get("previous_response_id") is not None:
+            self._continued = True
+            return Request(
+                time_s, max(1, round(len(content) / self._bytes_per_token)), outputs, None, session
+            )
         return Request(
             time_s=time_s,
             input_tokens=max(1, round(len(content) / self._bytes_per_token)),
@@ -117,6 +140,9 @@ def body_of(record: object, depth: int = 0) -> Mapping[str, object] | None:
             return None
     if not isinstance(record, dict) or depth > _MAX_DEPTH:
         return None
+    if isinstance(listed := record.get("messages"), str) and listed.lstrip().startswith("["):
+        with contextlib.suppress(MalformedError):
+            record = record | {"messages": decoded(listed, ANY)}
     if isinstance(record.get("messages"), list) or isinstance(record.get("prompt"), str | list):
         return record
     for name in _INNER:
@@ -148,7 +174,7 @@ def parts_of(body: Mapping[str, object]) -> Iterator[Part]:
     """The prompt as chat templates order it: tools, system, messages. Our marks stand for a template's."""
     tools = first(body, ("tools", "functions"))
     if tools:
-        yield Part("tools", _text(tools))
+        yield Part("tools", _encoded(_short(tools)))
     for name in ("system", "instructions"):
         if body.get(name):
             yield Part("system", b"\nsystem:" + _text(body[name]))
@@ -172,11 +198,34 @@ def _text(value: object) -> bytes:
         return b""
     if isinstance(value, str):
         return value.encode(errors="replace")
-    if isinstance(value, list) and all(
-        isinstance(piece, dict) and isinstance(piece.get("text"), str) for piece in value
-    ):
-        return b"".join(piece["text"].encode(errors="replace") for piece in value)
-    return msgspec.json.encode(value)
+    if isinstance(value, list):
+        return b"".join(map(_piece, value))
+    return _encoded(_short(value))
+
+
+def _piece(piece: object) -> bytes:
+    """Of a content in several pieces: text as it is, anything else with what it holds."""
+    if isinstance(piece, dict) and isinstance(piece.get("text"), str):
+        return bytes(piece["text"].encode(errors="replace"))
+    return _encoded(_short(piece))
+
+
+def _encoded(value: object) -> bytes:
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:  # half a pair of surrogates
+        return json.dumps(value).encode()
+
+
+def _short(value: object) -> object:
+    """Images and the like by their digests: their length says nothing of their tokens."""
+    if isinstance(value, str):
+        long = len(value) > _DATA_BYTES and " " not in value and "\n" not in value
+        digest = xxhash.xxh3_64_hexdigest(value.encode(errors="replace")) if long else ""
+        return f"{_DATA.decode()}{digest}" if long else value
+    if isinstance(value, dict):
+        return {name: _short(inner) for name, inner in value.items()}
+    return [_short(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _usage(record: object, depth: int = 0) -> Mapping[str, object]:
@@ -186,6 +235,8 @@ def _usage(record: object, depth: int = 0) -> Mapping[str, object]:
     usage = record.get("usage")
     if isinstance(usage, dict):
         return usage
+    if isinstance(record.get("prompt_tokens"), int):  # beside the request, as some gateways write it
+        return record
     for name in ("response", "body", "output", "result"):
         found = _usage(record.get(name), depth + 1)
         if found:

@@ -41,7 +41,7 @@ class RagChunks:
     def __init__(self, lengths: dict[int, int], block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self._lengths = lengths
-        self._decoder = msgspec.json.Decoder(_Line)
+        self._decoder = msgspec.json.Decoder(_Line, strict=False)
 
     @classmethod
     def of(cls, opening: Opening) -> "RagChunks | None":

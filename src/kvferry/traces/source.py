@@ -30,6 +30,11 @@ SAMPLE_BYTES = 16 << 20
 MAX_REASONS = 20
 MAX_EXAMPLES = 3
 _GZIP = b"\x1f\x8b"
+_OTHERS = {
+    b"PK\x03\x04": "packed with zip", b"\x28\xb5\x2f\xfd": "packed with zstd", b"BZh": "packed with bzip2",
+    b"\xfd7zXZ": "packed with xz", b"PAR1": "a Parquet file", b"\xff\xfe": "text in UTF-16, not UTF-8",
+    b"SQLite format 3": "a database",
+}  # fmt: skip
 _BOM = b"\xef\xbb\xbf"
 _LIST = re.compile(rb"\[\s*(?:[\[{\]]|$)")  # and no line of a log, as "[2026-"
 
@@ -171,6 +176,12 @@ def _recognised(opening: Opening) -> Reader:
         reader = known.of(opening)
         if reader is not None:
             return reader
+    start = opening.lines[0] if opening.lines else b""
+    other = next((name for mark, name in _OTHERS.items() if start.startswith(mark)), None)
+    if other is not None:
+        raise MisconfiguredError(
+            f"{opening.path} is {other}; write it as lines of text first (plain, or packed with gzip)"
+        )
     raise MisconfiguredError(
         f"{opening.path}: no known format fits its first {len(opening.lines)} lines; see docs/analyze.md"
     )

@@ -14,7 +14,10 @@ from kvferry.traces.times import seconds
 PROMPTS = ("prompt_token_ids", "input_tok_ids", "input_ids")
 OUTPUTS = ("output_token_ids", "output_tok_ids", "output_ids")
 OUTPUT_COUNTS = ("output_tokens", "output_toks", "output_length", "completion_tokens")
-TIMES = ("timestamp", "time", "ts", "created", "created_at", "start_time", "arrival_time", "request_time")
+TIMES = (
+    "timestamp", "time", "ts", "created", "created_at", "start_time", "arrival_time", "request_time",
+    "startTime", "createdAt", "arrived_at", "@timestamp",
+)  # fmt: skip
 SESSIONS = ("session_id", "conversation_id", "session", "chat_id", "prompt_cache_key", "user")
 
 
@@ -41,8 +44,15 @@ class TokenIds:
         ids = first(record, PROMPTS) if isinstance(record, dict) else None
         if not isinstance(record, dict) or not isinstance(ids, list) or not ids:
             raise MalformedError("no token ids of a prompt")
+        if all(isinstance(prompt, list) and prompt for prompt in ids):
+            return [one for prompt in ids for one in self._request(record, prompt, alone=len(ids) == 1)]
+        return self._request(record, ids, alone=True)
+
+    def _request(self, record: Mapping[str, object], ids: list[int], *, alone: bool) -> list[Request]:
+        """One of a batch, whose outputs are of the whole batch, or alone."""
         made = first(record, OUTPUTS)
         outputs = len(made) if isinstance(made, list) else whole(first(record, OUTPUT_COUNTS))
+        outputs = outputs if alone else None
         session = first(record, SESSIONS)
         return [
             Request(

@@ -8,8 +8,10 @@ it. Other lines are no requests.
 """
 
 import ast
+import contextlib
 import datetime as dt
 import re
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from msgspec import json
@@ -24,7 +26,9 @@ _TIME = re.compile(rb"\b(?:INFO|DEBUG) (\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)")
 _IDS = re.compile(rb"prompt_token_ids: (\[[\d, ]*\]|array\(\[[\d, ]*\])")
 _PROMPT = re.compile(rb"prompt: ('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"), ")
 _TOKENS: "json.Decoder[list[int]]" = json.Decoder(list[int])
-_LEAP_YEAR = 2000  # the log names no year
+_COLOUR = re.compile(rb"\x1b\[[\d;]*m")
+_YEARS = range(2000, 2400)  # the log names no year: it begins in one with a 29th of February
+_MAX_DETAILED = 4096  # requests whose details came, and whose other line may still come
 
 
 class VllmLog:
@@ -36,6 +40,8 @@ class VllmLog:
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
+        self._detailed: OrderedDict[bytes, None] = OrderedDict()
+        self._latest_s: float | None = None
 
     @classmethod
     def of(cls, opening: Opening) -> "VllmLog | None":
@@ -46,17 +52,24 @@ class VllmLog:
 
     def requests(self, line: bytes) -> Iterable[Request]:
         """The line's request, if it is one. Raises MalformedError."""
+        line = _COLOUR.sub(b"", line) if b"\x1b" in line else line
         found = _REQUEST.search(line)
         if found is None:
             return []
         ids, prompt = _IDS.search(line, found.end()), _PROMPT.search(line, found.end())
         if ids is None and prompt is None:
+            if found[1] in self._detailed:
+                return []  # the same request once more, with its parameters
             if b" details: " in found[0] or b"params: " not in line:
                 raise MalformedError("a request without prompt or token ids")
             raise MalformedError(
                 "a request without its prompt; set VLLM_LOGGING_LEVEL=DEBUG to have it logged"
             )
-        time_s = _time_s(line)
+        time_s = self._time_s(line)
+        if found[2] is not None:
+            self._detailed[found[2]] = None
+            if len(self._detailed) > _MAX_DETAILED:
+                self._detailed.popitem(last=False)
         if ids is not None and (tokens := decoded(ids[1].removeprefix(b"array("), _TOKENS)):
             return [Request(time_s, len(tokens), None, blocks.of_tokens(tokens, self.block_tokens))]
         if prompt is None:
@@ -74,6 +87,27 @@ class VllmLog:
             )
         ]
 
+    def _time_s(self, line: bytes) -> float | None:
+        """In the year that is nearest to the line before, as no line says which."""
+        found = _TIME.search(line)
+        if found is None:
+            return None
+        month, day, hour, minute, second = map(int, found.groups())
+        first = _YEARS[0] if self._latest_s is None else _year(self._latest_s)
+        times = []
+        for year in range(max(_YEARS[0], first - 1), min(_YEARS[-1], first + 1) + 1):
+            with contextlib.suppress(ValueError):  # no 29th of February in this one
+                times.append(dt.datetime(year, month, day, hour, minute, second, tzinfo=dt.UTC).timestamp())
+        if not times:
+            raise MalformedError("the time is no date")
+        latest = times[0] if self._latest_s is None else self._latest_s
+        self._latest_s = min(times, key=lambda time: abs(time - latest))
+        return self._latest_s
+
+
+def _year(time_s: float) -> int:
+    return dt.datetime.fromtimestamp(time_s, dt.UTC).year
+
 
 def _text(literal: bytes) -> bytes:
     try:
@@ -81,14 +115,3 @@ def _text(literal: bytes) -> bytes:
     except (ValueError, SyntaxError) as error:
         raise MalformedError("the prompt is cut off") from error
     return str(value).encode(errors="replace")
-
-
-def _time_s(line: bytes) -> float | None:
-    found = _TIME.search(line)
-    if found is None:
-        return None
-    month, day, hour, minute, second = map(int, found.groups())
-    try:
-        return dt.datetime(_LEAP_YEAR, month, day, hour, minute, second, tzinfo=dt.UTC).timestamp()
-    except ValueError as error:
-        raise MalformedError("the time is no date") from error
