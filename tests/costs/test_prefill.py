@@ -44,6 +44,10 @@ def test_clean_measurements_are_reproduced(model: PrefillModel) -> None:
 @settings(max_examples=40, deadline=None)
 @given(models, st.integers(0, 1000), st.sampled_from([50, 1 / 20]))
 @example(PrefillModel(0.00390625, 1e-05, 5.96e-08), 18, 1 / 20)  # settles slowly
+@example(
+    PrefillModel(0.015625, 3.664904737373917e-05, 9.870728265438544e-08), 235, 1 / 20
+)  # outliers that pull
+@example(PrefillModel(0.03940265620771172, 9.886002679891083e-05, 7.593595857283566e-08), 927, 1 / 20)
 def test_a_few_wrong_measurements_move_nothing(model: PrefillModel, seed: int, factor: float) -> None:
     fit = fitted(model, noise=0.03, outliers=3, factor=factor, seed=seed)
     for size in (128, 1000, 6000, 30_000):

@@ -6,7 +6,7 @@ term of (n, c) is (c + n)^2 - c^2 and one fit serves cold and warm prefills.
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -59,10 +59,14 @@ class PrefillFit:
         samples.append((_features(new_tokens, context_tokens), seconds))
         self._stale = True
 
-    def model(self) -> PrefillModel | None:
-        """The current fit, or None before the first sample."""
+    def model(self, *, rest: Callable[[], None] = lambda: None) -> PrefillModel | None:
+        """The current fit, or None before the first sample.
+
+        rest: called every few tenths of a millisecond meanwhile. A fit is up to 10 ms of Python; a thread
+        of its own lets go of the interpreter there, for one that must not wait.
+        """
         if self._stale:
-            self._model = _fit([sample for samples in self._samples.values() for sample in samples])
+            self._model = _fit([sample for samples in self._samples.values() for sample in samples], rest)
             self._stale = False
         return self._model
 
@@ -71,7 +75,7 @@ def _features(new_tokens: int, context_tokens: int) -> Features:
     return (1.0, float(new_tokens), float(new_tokens) * (new_tokens + 2 * context_tokens))
 
 
-def _fit(samples: Sequence[tuple[Features, float]]) -> PrefillModel | None:
+def _fit(samples: Sequence[tuple[Features, float]], rest: Callable[[], None]) -> PrefillModel | None:
     best: tuple[float, Features] | None = None
     # Scaled so that every feature is about 1: the normal equations stay well conditioned.
     scales = [max(sample[0][term] for sample in samples) for term in range(3)]
@@ -80,7 +84,7 @@ def _fit(samples: Sequence[tuple[Features, float]]) -> PrefillModel | None:
     for terms in [(1,), (0, 1), (1, 2), (0, 1, 2), (2,), (0, 2), (0,)]:
         if len(terms) > distinct:
             continue
-        solved = _least_absolute(rows, terms)
+        solved = _least_absolute(rows, terms, rest)
         if solved is None:
             continue
         error = _error(rows, solved)
@@ -92,12 +96,15 @@ def _fit(samples: Sequence[tuple[Features, float]]) -> PrefillModel | None:
     return PrefillModel(base, linear, square)
 
 
-def _least_absolute(rows: Sequence[Sequence[float]], terms: Sequence[int]) -> Features | None:
+def _least_absolute(
+    rows: Sequence[Sequence[float]], terms: Sequence[int], rest: Callable[[], None]
+) -> Features | None:
     """Coefficients for ``terms`` (0 for the others) that fit rows * x = 1; None if negative or unsolvable."""
     typical = median(1 / row[1] for row in rows)  # where to start: time in proportion to tokens
     weights = [_weight(typical * row[1]) for row in rows]
     solved: Features | None = None
     for _ in range(REWEIGHTINGS):
+        rest()
         normal = [[0.0] * (len(terms) + 1) for _ in terms]
         for row, weight in zip(rows, weights, strict=True):
             for i, first in enumerate(terms):
@@ -126,8 +133,8 @@ def _ratios(rows: Sequence[Sequence[float]], solved: Features) -> list[float]:
 
 
 def _weight(ratio: float) -> float:
-    """Turns the square of (ratio - 1) into about the absolute value of its logarithm."""
-    return 1 / max(ratio, SMALLEST_RATIO) / max(abs(math.log(max(ratio, SMALLEST_RATIO))), SMALLEST_RESIDUAL)
+    """Gives the square of (ratio - 1) the slope of the logarithm's absolute value: 1 / ratio, either way."""
+    return 1 / max(ratio, SMALLEST_RATIO) / max(abs(ratio - 1), SMALLEST_RESIDUAL)
 
 
 def _error(rows: Sequence[Sequence[float]], solved: Features) -> float:

@@ -1,5 +1,6 @@
 """Learns how long this engine's prefill takes, by watching its steps from the scheduler's side."""
 
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,8 +12,13 @@ from kvferry.costs import PrefillFit, PrefillModel
 MIN_TOKENS = 64  # below this a step is decoding, or overhead
 MAX_OTHER_TOKENS = 16  # decodes of other requests in the step
 REFIT_S = 2.0
+REST_S = 0.0002  # the scheduler's thread, which waits for the interpreter, takes it meanwhile
 MAX_STEPS_IN_FLIGHT = 64
 UNKNOWN = Prefill(0.0, 0.0, 0.0)
+
+
+def _let_go() -> None:
+    time.sleep(REST_S)
 
 
 class _Step(NamedTuple):
@@ -65,7 +71,7 @@ class PrefillWatch:
         self._collect()
         if self._fitting is None and self._fresh and now - self._fitted_at >= REFIT_S:
             self._fitted_at, self._fresh = now, False
-            self._fitting = self._pool.submit(self._fit.model)
+            self._fitting = self._pool.submit(self._fit.model, rest=_let_go)
         model = self._model
         return UNKNOWN if model is None else Prefill(model.base_s, model.per_token_s, model.per_token2_s)
 
