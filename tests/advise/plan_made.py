@@ -3,7 +3,8 @@
 from typing import Any
 
 from kvferry.advise.document import document
-from kvferry.advise.plan import Plan, Prices, Question, make
+from kvferry.advise.plan import Plan, make
+from kvferry.advise.question import Prices, Question
 from kvferry.advise.workload import Kind, Numbers
 from kvferry.cli.flags import BACKEND, CONNECTOR
 from kvferry.models.catalogue import entries, find_model

@@ -87,6 +87,7 @@ REASONS: dict[No | Not, dict[str, Any]] = {
     No.NO_PREFILL: {"kind": Kind.AGENT, "numbers": Numbers(new_tokens=20_000, requests_s=4)},
     No.COSTS_MORE: {"kind": Kind.AGENT, "prices": replace(PRICES, ram_usd_gib=500.0)},
     Not.NOTHING_RETURNS: {"kind": Kind.ONE_SHOT},
+    Not.NETWORK: {"kind": Kind.AGENT, "numbers": Numbers(requests_s=20)},
     Not.SLOWER: {"model": "llama-3.1-8b", "kind": Kind.CHAT},
     Not.SEVERAL_HOSTS: {"kind": Kind.AGENT, "tensor": 4, "gpus_per_host": 2},
     Not.COMPRESSED: {},

@@ -8,8 +8,10 @@ from kvferry.advise import flags
 from kvferry.advise.expect import Expected
 from kvferry.advise.explain import assumptions, explain
 from kvferry.advise.layers import advise
+from kvferry.advise.option import Option
 from kvferry.advise.plan import Plan, Return
-from kvferry.advise.price import HOURS
+from kvferry.advise.price import HOURS, net_usd
+from kvferry.advise.speed import LOAD_ERROR, PREFILL_ERROR
 from kvferry.advise.verdict import MEASURE
 from kvferry.advise.workload import Numbers, Workload
 
@@ -61,8 +63,10 @@ def document(
         },
         "flags": commands(plan, path=path, connector=connector, backend=backend),
         "shared_tier": _tier(plan),
+        "shared_tier_sizes": [_size(found) for found in plan.options],
         "expected": [_expected(found) for found in plan.expected],
         "returns": [_return(found) for found in plan.returns],
+        "error": {"prefill": PREFILL_ERROR, "load": LOAD_ERROR},
         "price": _price(plan),
         "assumptions": list(assumptions(plan)),
         "explanation": list(explain(plan)),
@@ -123,12 +127,24 @@ def _tier(plan: Plan) -> dict[str, Any]:
         "shard_capacity_bytes": tier.shard.capacity_bytes,
         "shard_ceiling_bytes_per_s": tier.shard.ceiling_bytes_s,
         "sustained_bytes_per_s": tier.sustained_bytes_s,
+        "host_intake_share": plan.intake,
         "load_bytes_per_s_per_replica": plan.link.bytes_s,
         "nvme_bytes": tier.disk_bytes,
         "bucket_bytes": tier.bucket_bytes,
         "usd_per_month_if_in_another_zone": plan.zone_usd_month,
         "zone": "that of the engines",
         "bucket_region": "that of the engines",
+    }
+
+
+def _size(found: Option) -> dict[str, Any]:
+    return {
+        "tokens": found.tokens,
+        "planned_bytes": found.tier.planned_bytes,
+        "shards": found.tier.shards,
+        "hit_rate": found.deal.hit_rate,
+        "most_requests_per_s": found.expected[2].most_requests_s,
+        "net_usd_per_month": net_usd(found.deal),
     }
 
 

@@ -8,6 +8,7 @@ from kvferry.advise.speed import Compute, Link, decode_step_s, prefill_s
 from kvferry.advise.workload import Workload
 
 MAX_SEQUENCES = 256  # that an engine runs at once, unless told
+BUSIEST = 0.95  # that a network is taken to be
 ROUNDS = 60  # of looking for the batch that a load brings about
 
 
@@ -49,6 +50,7 @@ def held(served: Served, load: Workload, *, keeps: Keeps, shared_tokens: float, 
 
     Engines' own memory counts for what comes back to them: of N replicas, round robin finds the right one
     with chance 1/N. What is offloaded to the host is a copy, so that the larger of the two memories decides.
+    Those who come back after hours find nothing there, unless it lasts so long.
     """
     tokens = served.gpu_tokens(load.grown_tokens)
     if keeps is not Keeps.GPU:
@@ -56,6 +58,9 @@ def held(served: Served, load: Workload, *, keeps: Keeps, shared_tokens: float, 
     found = load.curve.at(tokens * served.replicas)
     if routing is Routing.ROUND_ROBIN:
         found = load.curve.at(tokens) / served.replicas
+    new = load.requests_s * (load.context_mean * (1 - found) + load.output_tokens)
+    if tokens * served.replicas < new * load.resume_h * 3600:
+        found *= 1 - load.resume_share
     if keeps is Keeps.SHARED:
         found = max(found, load.curve.at(shared_tokens))
     return found
@@ -76,10 +81,20 @@ def request_s(compute: Compute, load: Workload, hit_rate: float) -> tuple[float,
 
 
 def expect(
-    served: Served, load: Workload, *, keeps: Keeps, hit_rate: float, link: Link | None, far_share: float
+    served: Served,
+    load: Workload,
+    *,
+    keeps: Keeps,
+    hit_rate: float,
+    link: Link | None,
+    far_share: float,
+    link_busy: float,
 ) -> Expected:
-    """What that hit rate makes of the fleet. link: what the last tier loads through; far_share: of the input
-    tokens, those that come over it."""
+    """What that hit rate makes of the fleet.
+
+    link: what the last tier loads through. far_share: of the input tokens, those that come over it.
+    link_busy: the share of its time that all loads take.
+    """
     computed = load.requests_s * load.context_mean * (1 - hit_rate)
     compute = served.compute
     if compute is None:
@@ -95,6 +110,7 @@ def expect(
     least = decode_step_s(compute, most_batch, kv) / most_batch
     busy = prefill + rate * load.output_tokens * least
     loading = link.seconds(served.copy_bytes(load.context_mean) * far_share) if link else 0.0
+    loading /= 1 - min(link_busy, BUSIEST)
     ttft = None
     if busy < 1:
         ttft = mean + loading + rate * square / (2 * (1 - prefill))

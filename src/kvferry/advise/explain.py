@@ -2,11 +2,12 @@
 
 from kvferry.advise.expect import MAX_SEQUENCES
 from kvferry.advise.plan import Plan
-from kvferry.advise.price import HOURS
+from kvferry.advise.price import HOURS, net_usd
 from kvferry.advise.price import explain as explain_price
 from kvferry.advise.settings import CONTEXT_HEADROOM, HOST_HEADROOM
 from kvferry.advise.shared import HEADROOM, SUSTAINED
 from kvferry.advise.speed import (
+    HOST_BYTES_S,
     KV_BANDWIDTH,
     LOAD_ERROR,
     PREFILL_ERROR,
@@ -19,7 +20,15 @@ from kvferry.advise.workload import Numbers
 
 def explain(plan: Plan) -> tuple[str, ...]:
     """A line for each step, inputs first."""
-    return (*_inputs(plan), *_sizes(plan), *_tier(plan), *_speed(plan), *_rates(plan), *_money(plan))
+    return (
+        *_inputs(plan),
+        *_sizes(plan),
+        *_options(plan),
+        *_tier(plan),
+        *_speed(plan),
+        *_rates(plan),
+        *_money(plan),
+    )
 
 
 def _inputs(plan: Plan) -> list[str]:
@@ -65,6 +74,17 @@ def _sizes(plan: Plan) -> list[str]:
     ]
 
 
+def _options(plan: Plan) -> list[str]:
+    if len(plan.options) < 2:
+        return []
+    return [
+        f"of {found.tokens:,.0f} tokens: {found.tier.planned_bytes / 1e9:,.0f} GB on {found.tier.shards} "
+        "servers, hit rate "
+        f"{found.deal.hit_rate:.4f}, net ${net_usd(found.deal):,.0f} a month"
+        for found in plan.options
+    ]
+
+
 def _tier(plan: Plan) -> list[str]:
     load, tier, served = plan.load, plan.tier, plan.served
     conversation = served.copy_bytes(load.grown_tokens)
@@ -83,6 +103,8 @@ def _tier(plan: Plan) -> list[str]:
         "GB/s x "
         f"{SUSTAINED:.3f} sustained) = {tier.by_bandwidth}",
         f"shards = the larger, and 3 rather than 2 (a Cluster has at least 3) = {tier.shards}",
+        f"hosts read {100 * plan.intake:.1f}% of what {served.hosts} of them take in at "
+        f"{HOST_BYTES_S / 1e9:g} GB/s",
         f"NVMe = {load.requests_s / load.turns:,.3g} new conversations/s x {min(load.resume_h, 24):g} h x "
         f"{conversation:,} B = {tier.disk_bytes / 1e9:,.0f} GB; bucket, hours beyond 24 = "
         f"{tier.bucket_bytes / 1e9:,.0f} GB",
@@ -172,6 +194,16 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
         f"not a number. At most {MAX_SEQUENCES} answers run at once in a replica."
     )
     found.append("Host memory loads at 20 GB/s per GPU, which no published point backs.")
+    if load.resume_share:
+        tier = plan.tier
+        everything = (tier.planned_bytes + tier.disk_bytes + tier.bucket_bytes) / 1e9
+        found.append(
+            f"{100 * load.resume_share:.0f}% of the reuse is by users who come back after hours. It is "
+            "counted for "
+            "the shared tier, with NVMe and a bucket behind its memory, which this version does not have: "
+            "in memory "
+            f"alone it would take {everything:,.0f} GB."
+        )
     found.append(
         "The shared tier is memory of whole servers; NVMe and buckets behind Valkey are sized but not part "
         "of this "

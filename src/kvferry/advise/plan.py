@@ -1,73 +1,25 @@
 """A plan: the workload on the machines, with and without a shared tier, and what follows. Pure."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-from kvferry.advise.expect import Expected, Keeps, Routing, expect, held, request_s
+from kvferry.advise.expect import Expected, request_s
+from kvferry.advise.option import Option, options_of
+from kvferry.advise.option import best as best_of
 from kvferry.advise.parameters import active_parameters, has_experts, query_heads
-from kvferry.advise.price import HOURS, LOW_REUSE, Deal, net_usd
+from kvferry.advise.price import HOURS
+from kvferry.advise.question import Question
 from kvferry.advise.served import Served, choose_tensor, sizings
-from kvferry.advise.settings import UTILIZATION, Settings, choose, context_of
-from kvferry.advise.shared import Shard, SharedTier, size_shared
-from kvferry.advise.speed import Compute, Link, attention_of, host_link, prefill_s, valkey_link
+from kvferry.advise.settings import Settings, choose, context_of
+from kvferry.advise.shared import SharedTier
+from kvferry.advise.speed import Compute, Link, attention_of, host_link, prefill_s
 from kvferry.advise.verdict import Not, Verdict, judge
-from kvferry.advise.workload import Goal, Kind, Numbers, ReuseCurve, Workload, complete
+from kvferry.advise.workload import Workload, complete
 from kvferry.errors import MisconfiguredError
-from kvferry.models.concurrency import Budget, Weights
-from kvferry.models.gpus import Gpu
-from kvferry.models.layers import Model
+from kvferry.models.concurrency import Budget
 from kvferry.models.reserve import Allocator, EngineRules
 
 TENSORS = (1, 2, 4, 8, 16)
 REPLICAS = 2  # where nobody says how many GPUs there are
-GIB = 1 << 30
-LONG_GAP_H = 1.0
-UNPRICED = 1.0
-UNLIMITED = 1e12
-
-
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """US dollars: of a GPU's hour (None: unknown), per GiB and month, per GB across zones."""
-
-    gpu_usd_hour: float | None
-    ram_usd_gib: float
-    disk_usd_gib: float
-    objects_usd_gib: float
-    zone_usd_gb: float
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """Everything that was asked. config: of the model, for its heads and experts. gpus, tensor: None: chosen.
-
-    overhead_bytes: per GPU. host_bytes: of host memory for KV, per replica. prefill_tokens_s: of one GPU,
-    where it was measured. measured: numbers and reuse of a trace, and its name.
-    """
-
-    model: Model
-    config: Mapping[str, Any]
-    gpu: Gpu
-    weights: Weights
-    kind: Kind
-    numbers: Numbers
-    prices: Prices
-    gpus: int | None = None
-    tensor: int | None = None
-    goal: Goal | None = None
-    measured: tuple[Numbers, ReuseCurve | None, str] | None = None
-    kv: str = "fp8"
-    utilization: float = UTILIZATION
-    overhead_bytes: int = 3_000_000_000
-    memory_bytes: int | None = None
-    host_bytes: int = 200_000_000_000
-    gpus_per_host: int = 8
-    routing: Routing = Routing.AFFINITY
-    shard: Shard = field(default_factory=Shard)
-    active_parameters: float | None = None
-    prefill_tokens_s: float | None = None
-    flops: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +42,7 @@ class Return:
 class Plan:
     """The answer. expected: GPU memory alone, with host memory, with the shared tier.
 
+    tier: of options, the one that pays best. intake: of what hosts can take in, the share that they read.
     keeps_s: for how long host memory keeps what nobody uses; tensor_why: why so many ranks.
     """
 
@@ -98,6 +51,8 @@ class Plan:
     load: Workload
     settings: Settings
     tier: SharedTier
+    options: tuple[Option, ...]
+    intake: float
     expected: tuple[Expected, Expected, Expected]
     returns: tuple[Return, ...]
     verdict: Verdict
@@ -213,64 +168,21 @@ def _compute(question: Question, tensor: int, tokens: float) -> Compute | None:
     return replace(found, measured=question.prefill_tokens_s / (tokens / prefill_s(found, tokens) / tensor))
 
 
-@dataclass(frozen=True, slots=True)
-class _Option:
-    """A shared tier of one size, and what it brings."""
-
-    tier: SharedTier
-    expected: tuple[Expected, Expected, Expected]
-    link: Link
-    deal: Deal
-
-
-def _option(question: Question, served: Served, load: Workload, tokens: float) -> _Option:
-    """A shared tier that holds so many tokens."""
-    routing = question.routing
-    hits = [held(served, load, keeps=keeps, shared_tokens=tokens, routing=routing) for keeps in Keeps]
-    far = max(0.0, hits[2] - hits[1])
-    tier = size_shared(
-        conversation_bytes=served.copy_bytes(load.grown_tokens),
-        conversations=tokens / load.grown_tokens,
-        read_bytes_s=load.requests_s * far * served.copy_bytes(load.context_mean),
-        started_s=load.requests_s / load.turns,
-        resume_h=load.resume_h,
-        shard=question.shard,
-    )
-    link = valkey_link(served.tensor, tier.sustained_bytes_s)
-    links = (None, host_link(served.tensor), link)
-    shares = (0.0, max(0.0, hits[1] - hits[0]), far)
-    first, second, third = (
-        expect(served, load, keeps=keeps, hit_rate=hit, link=behind, far_share=share)
-        for keeps, hit, behind, share in zip(Keeps, hits, links, shares, strict=True)
-    )
-    expected = (first, second, third)
-    return _Option(tier, expected, link, _deal(question, served, load, tier, expected))
-
-
-def _best(question: Question, served: Served, load: Workload) -> _Option:
-    """Of the sizes that reuse is known at, the one with the highest net; without a price, what is enough."""
-    enough = load.curve.enough_tokens
-    if question.prices.gpu_usd_hour is None or load.curve.most <= 0:
-        return _option(question, served, load, enough)
-    sizes = dict.fromkeys((*(tokens for tokens, _ in load.curve.points if tokens <= enough), enough))
-    options = [_option(question, served, load, tokens) for tokens in sizes]
-    least = options[-1].deal.own_hit_rate + LOW_REUSE
-    adding = [option for option in options if option.deal.hit_rate >= least]
-    return max(adding or options[-1:], key=lambda option: net_usd(option.deal))
-
-
 def _decide(question: Question, served: Served, load: Workload, length: int, why: str) -> Plan:
-    best = _best(question, served, load)
+    priced = question.prices.gpu_usd_hour is not None and served.compute is not None
+    options = options_of(question, served, load)
+    best = best_of(options, priced=priced)
     returns = _returns(served, load, best.link)
     against = {
         Not.COMPRESSED: served.compressed,
+        Not.NETWORK: best.intake > 1,
         Not.SEVERAL_HOSTS: served.tensor > served.gpus_per_host,
         Not.NOTHING_RETURNS: load.curve.at(load.grown_tokens) >= load.curve.most,
         Not.SLOWER: any(_slower(found, best.expected[1].busy or 0.0) for found in returns[:1]),
     }
     verdict = judge(
         best.deal,
-        priced=question.prices.gpu_usd_hour is not None and served.compute is not None,
+        priced=priced,
         against=tuple(reason for reason, holds in against.items() if holds),
         prefill_share=_prefill_share(served, load, best.expected[2]),
     )
@@ -293,6 +205,8 @@ def _decide(question: Question, served: Served, load: Workload, length: int, why
         load=load,
         settings=settings,
         tier=best.tier,
+        options=options,
+        intake=best.intake,
         expected=best.expected,
         returns=returns,
         verdict=verdict,
@@ -315,13 +229,6 @@ def _prefill_share(served: Served, load: Workload, found: Expected) -> float:
     return load.requests_s / served.replicas * request_s(served.compute, load, found.hit_rate)[0]
 
 
-def _prefill_rate(served: Served, load: Workload) -> float:
-    """Of one GPU that computes prompts of the mean length; without end where speed is unknown."""
-    if served.compute is None:
-        return UNLIMITED
-    return load.context_mean / prefill_s(served.compute, load.context_mean) / served.tensor
-
-
 def _returns(served: Served, load: Workload, link: Link) -> tuple[Return, ...]:
     if served.compute is None:
         return ()
@@ -342,37 +249,3 @@ def _returns(served: Served, load: Workload, link: Link) -> tuple[Return, ...]:
             )
         )
     return tuple(found)
-
-
-def _deal(
-    question: Question, served: Served, load: Workload, tier: SharedTier, expected: Sequence[Expected]
-) -> Deal:
-    """As ``kvferry price`` counts it: the shared tier beside GPUs and host memory that are there anyway.
-
-    GPUs that the load would need beyond the fleet, and does not with the tier, are purchases put off.
-    """
-    prices, grown = question.prices, load.grown_tokens
-    before, after = (max(0.0, (found.busy or 0.0) - 1) for found in expected[1:])
-    spared = max(0.0, before - after) * served.gpus
-    local = max(served.copy_bytes(grown) * served.gpu_tokens(grown) / grown, served.host_bytes)
-    return Deal(
-        gpus=served.gpus,
-        gpu_usd_hour=prices.gpu_usd_hour or UNPRICED,
-        requests_s=load.requests_s,
-        prompt_tokens=load.context_mean,
-        prefill_tokens_s=_prefill_rate(served, load),
-        hit_rate=min(1.0, max(expected[1].hit_rate, expected[2].hit_rate)),
-        own_hit_rate=min(1.0, expected[1].hit_rate),
-        deferred_usd_month=spared * (prices.gpu_usd_hour or 0.0) * HOURS,
-        bytes_per_token=served.copy_bytes(load.context_mean) / load.context_mean,
-        ram_gib=tier.machine_bytes / GIB,
-        ram_usd_gib=prices.ram_usd_gib,
-        disk_gib=tier.disk_bytes / GIB,
-        disk_usd_gib=prices.disk_usd_gib,
-        objects_gib=tier.bucket_bytes / GIB,
-        objects_usd_gib=prices.objects_usd_gib,
-        replicas=served.replicas,
-        working_set_gib=load.curve.enough_tokens / grown * served.copy_bytes(grown) / served.replicas / GIB,
-        host_gib=local / GIB,
-        long_gaps=load.resume_h >= LONG_GAP_H,
-    )

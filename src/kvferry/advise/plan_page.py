@@ -107,6 +107,25 @@ def _charts(found: dict[str, Any]) -> str:
                 ],
             ),
         ]
+    sizes = found["shared_tier_sizes"]
+    if len(sizes) > 1:
+        parts += [
+            "<h2>Hit rate by the size of a shared tier</h2><p>As the trace has it; planned memory, 30% on "
+            "top.</p>",
+            bars(
+                "Hit rate by size",
+                [
+                    (
+                        f"{row['planned_bytes'] / 1e9:,.0f} GB",
+                        row["hit_rate"],
+                        f"{100 * row['hit_rate']:.1f}%",
+                        "good",
+                    )
+                    for row in sizes
+                ],
+                most=1.0,
+            ),
+        ]
     for row in found["returns"]:
         ways = (
             ("own cache", "own_cache", "good"),

@@ -11,6 +11,7 @@ class Not(Enum):
 
     COMPRESSED = "this model compresses its KV, which no connector of ours takes"
     SEVERAL_HOSTS = "an engine over several hosts is not served by our connectors"
+    NETWORK = "more would be read from it than the hosts' network takes in"
     SLOWER = "loading a prefix from it takes longer than computing it again"
     NOTHING_RETURNS = "nobody comes back: what engines share of a prompt stays in their own memory"
 
@@ -28,6 +29,8 @@ MEASURE = {
     "`kvferry price` with them",
     Not.COMPRESSED: "none: wait for a connector that takes it",
     Not.SEVERAL_HOSTS: "none: use fewer ranks (--tp), smaller weights or larger GPUs",
+    Not.NETWORK: "bandwidth from cache servers to a GPU host (`kvferry bench tiers`): more of it, or more "
+    "hosts for the same requests",
     Not.SLOWER: "bandwidth from cache servers to a GPU host, and prefill of a prompt of your length: "
     "`kvferry bench tiers`, and an engine's own benchmark (--prefill-tokens-s)",
     Not.NOTHING_RETURNS: "`kvferry analyze LOG`: prompts that share more than their instructions",

@@ -39,7 +39,7 @@ class Numbers:
     those that no earlier request had, after the first turn. output_tokens: of an answer. turns: of a
     conversation. gap_s: between its turns. conversations: that are going on at a time. requests_s: mean.
     reuse: share of input tokens that an unbounded cache finds. resume_h: for how many hours conversations are
-    still taken up.
+    still taken up; resume_share: of what is reused, the part that is then.
     """
 
     context_p50: float | None = None
@@ -53,6 +53,7 @@ class Numbers:
     requests_s: float | None = None
     reuse: float | None = None
     resume_h: float | None = None
+    resume_share: float | None = None
 
 
 # Of one replica, as far as conversations and requests go: a preset fleet is as busy per replica whatever its
@@ -64,6 +65,7 @@ PRESETS = {
     Kind.ONE_SHOT: Numbers(2000, 6000, None, 2000, 300, 1, 0, 0, 2, 0.1, 0),
 }
 GOALS = {Kind.CHAT: Goal.LATENCY}
+RESUME_SHARE = 0.2  # of reuse, where users come back after hours and nobody said how many
 NEEDED = ("context_p50", "output_tokens")
 
 
@@ -117,6 +119,7 @@ class Workload:
     requests_s: float
     reuse: float
     resume_h: float
+    resume_share: float
     first_tokens: float
     grown_tokens: float
     curve: ReuseCurve
@@ -160,7 +163,7 @@ def complete(
             origin[name] = f"preset {kind.value}{f': {value:g}{per}' if per else ''}"
     _check(known)
     _cut(known, origin, longest=longest)
-    _fill(known, origin, given)
+    _fill(known, origin, given, measured=measured is not None)
     curve = measured[1] if measured else None
     if curve is None:
         curve = ReuseCurve(((max(1.0, known["conversations"] * known["grown_tokens"]), known["reuse"]),))
@@ -197,7 +200,7 @@ def _check(known: Mapping[str, float]) -> None:
         )
 
 
-def _fill(known: dict[str, float], origin: dict[str, str], given: Numbers) -> None:
+def _fill(known: dict[str, float], origin: dict[str, str], given: Numbers, *, measured: bool) -> None:
     """What nobody said, from what was said; each with its formula as its origin."""
 
     def put(name: str, value: float, why: str) -> None:
@@ -208,9 +211,20 @@ def _fill(known: dict[str, float], origin: dict[str, str], given: Numbers) -> No
     if known["context_p99"] < known["context_p50"]:
         _lift(known, origin, given)
     put("context_mean", known["context_p50"], "the median stands for the mean: nobody said")
+    middle, output = known["context_p50"], known["output_tokens"]
+    if "reuse" in known:
+        new, why = max(1.0, middle * (1 - known["reuse"])), "median x (1 - reuse)"
+        put("new_tokens", new, why)
+    if "new_tokens" in known:
+        grown_from_nothing = 1 + 2 * max(0.0, middle - known["new_tokens"]) / (known["new_tokens"] + output)
+        put(
+            "turns",
+            max(1.0, grown_from_nothing),
+            "1 + 2 x (median - new) / (new + output): grown from nothing",
+        )
     put("turns", 1.0, "1: nobody said")
-    middle, turns, output = known["context_p50"], known["turns"], known["output_tokens"]
-    put("new_tokens", middle / turns, "median input / turns")
+    turns = known["turns"]
+    put("new_tokens", middle / turns, "median / turns")
     if known["new_tokens"] > min(middle, known["context_mean"]):
         raise MisconfiguredError(
             f"--new-tokens {known['new_tokens']:g} is more than a request has (--context-p50 {middle:g})"
@@ -227,6 +241,12 @@ def _fill(known: dict[str, float], origin: dict[str, str], given: Numbers) -> No
         "1 - (first + (turns - 1) x new) / (turns x median)",
     )
     put("resume_h", 0.0, "0: nobody said")
+    after = RESUME_SHARE if known["resume_h"] >= 1 and not measured else 0.0
+    put(
+        "resume_share",
+        after,
+        f"{RESUME_SHARE:g}: nobody said" if after else "0: none, or in the trace's reuse",
+    )
     gap = known.get("gap_s", 0.0)
     if "requests_s" not in known:
         if "conversations" not in known or gap <= 0:

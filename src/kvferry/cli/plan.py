@@ -10,7 +10,8 @@ from typing import Any
 from kvferry import __version__
 from kvferry.advise.document import document
 from kvferry.advise.expect import Routing
-from kvferry.advise.plan import Prices, Question, make
+from kvferry.advise.plan import make
+from kvferry.advise.question import Prices, Question
 from kvferry.advise.shared import SHARD_BYTES, SHARD_GBIT, SHARD_MACHINE_BYTES, Shard
 from kvferry.advise.workload import Goal, Kind, Numbers
 from kvferry.cli.flags import BACKEND, CONNECTOR
@@ -43,6 +44,7 @@ COUNTS = {
     "--requests-s": ("requests_s", 1e-9, 1e9, "requests a second, of the fleet"),
     "--reuse": ("reuse", 0.0, 1.0, "share of input tokens computed before"),
     "--resume-hours": ("resume_h", 0.0, 1e5, "users come back after up to so long (0)"),
+    "--resume-share": ("resume_share", 0.0, 1.0, "of what is reused, the part that is then (0.2)"),
 }
 MONEY = ("--ram-usd", "--disk-usd", "--objects-usd", "--zone-usd")
 

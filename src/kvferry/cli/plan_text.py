@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvferry.cli.quantities import formula
-from kvferry.cli.table import duration, labelled, table
+from kvferry.cli.table import compact, duration, labelled, table
 
 
 def render(found: dict[str, Any], *, explain: bool) -> str:
@@ -118,7 +118,7 @@ Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 
 def tables(found: dict[str, Any]) -> list[Table]:
     """Title, head, rows: what to expect, what a return takes, the shared tier, a month."""
-    return [_expected(found), *_returns(found), _tier(found), _month(found)]
+    return [_expected(found), *_returns(found), _tier(found), *_sizes(found), _month(found)]
 
 
 def _expected(found: dict[str, Any]) -> Table:
@@ -137,7 +137,11 @@ def _expected(found: dict[str, Any]) -> Table:
         for row in found["expected"]
     ]
     head = ("KV in", "hit rate", "computed tok/s", "busy", "mean TTFT", "tok/s each", "most requests/s")
-    return "Expected at this load, of the fleet (an estimate: see what is assumed):", head, rows
+    return (
+        f"Expected at this load, of the fleet (times and rates {_error(found)}; see what is assumed):",
+        head,
+        rows,
+    )
 
 
 def _returns(found: dict[str, Any]) -> list[Table]:
@@ -154,7 +158,11 @@ def _returns(found: dict[str, Any]) -> list[Table]:
         for row in found["returns"]
     ]
     head = ("input", "new", "KV", "own cache", "host memory", "shared tier", "computed again")
-    return [("TTFT of one request on an idle replica, by where its prefix lies:", head, rows)] if rows else []
+    return (
+        [(f"TTFT of one request on an idle replica, by where its prefix lies ({_error(found)}):", head, rows)]
+        if rows
+        else []
+    )
 
 
 def _tier(found: dict[str, Any]) -> Table:
@@ -189,6 +197,23 @@ def _tier(found: dict[str, Any]) -> Table:
     return advised, ("what", "size", "why"), rows
 
 
+def _sizes(found: dict[str, Any]) -> list[Table]:
+    """Where a trace says what each would find."""
+    rows = [
+        [
+            compact(row["tokens"]),
+            f"{row['planned_bytes'] / 1e9:,.0f} GB",
+            f"{row['shards']}",
+            percent(row["hit_rate"]),
+            _plain(row["most_requests_per_s"]),
+            usd(row["net_usd_per_month"]) if found["price"]["net_usd_per_month"] is not None else "-",
+        ]
+        for row in found["shared_tier_sizes"]
+    ]
+    head = ("tokens", "planned", "shards", "hit rate", "most requests/s", "net, USD a month")
+    return [("Shared tiers of other sizes:", head, rows)] if len(rows) > 1 else []
+
+
 def _month(found: dict[str, Any]) -> Table:
     price = found["price"]
     rows = [
@@ -215,6 +240,10 @@ def _even(price: dict[str, Any]) -> str:
     even, most = price["break_even_hit_rate"], price["inputs"]["hit_rate"]
     text = f"pays from a hit rate of {percent(even)}"
     return text if even <= most else f"{text}; with it, there are {percent(most)}"
+
+
+def _error(found: dict[str, Any]) -> str:
+    return f"{100 * found['error']['prefill']:.0f}% either way"
 
 
 def percent(share: float | None) -> str:
