@@ -17,6 +17,7 @@ from kvferry.errors import KvferryError, RetryError
 
 KILLS_PER_DECK = 8
 REUSE_S = 20.0
+WARM_S = 1800.0
 
 Progress = Callable[[str], None]
 
@@ -48,10 +49,11 @@ class Driver:
         self._wait(lambda: all(engine.ready for engine in self._fleet.engines), "the engines")
         self._wait(lambda: chunks["memory"] > 0 and chunks["valkey"] > 0, "reuse from memory and Valkey")
 
-    def warm_up(self, requests: int, timeout_s: float) -> None:
-        """Until so many requests were answered."""
-        lookups = self._fleet.tally.operations
-        self._wait(lambda: lookups.get("lookup", Counter()).total() >= requests, "the warm-up", timeout_s)
+    def warm_up(self) -> None:
+        """Until the plan's requests before the faults were answered."""
+        lookups, plan = self._fleet.tally.operations, self._plan
+        requests = plan.warm_requests * plan.users * len(self._fleet.engines)
+        self._wait(lambda: lookups.get("lookup", Counter()).total() >= requests, "the warm-up", WARM_S)
 
     def rest(self) -> Rest:
         """The engines pause, the nodes come to rest; what each process holds then, and should not."""

@@ -45,6 +45,7 @@ def run(plan: Plan, *, progress: Progress = lambda line: None) -> Outcome:
         outcome = Outcome(plan, fleet.tally, faults=fleet.faults, died=fleet.died)
         driver = Driver(fleet, plan, progress)
         driver.start()
+        driver.warm_up()
         before = driver.rest()
         fleet.resume()
         driver.break_things(decks(plan.kills, random.Random(f"decks {plan.seed}")))

@@ -20,7 +20,6 @@ from kvferry.bench.chaos.run import Outcome, conclude
 SAMPLE_S = 10.0
 SAID_EVERY = 12
 WARM_REQUESTS = 4500
-WARM_S = 1800.0
 WARM_SHARE = 0.1  # of the samples: what comes first is still settling
 EDGE_SHARE = 0.25  # of the rest: the first and the last of it are compared
 SPARE = {
@@ -122,7 +121,7 @@ def soak(plan: Plan, *, progress: Progress = lambda line: None) -> tuple[Outcome
         outcome = Outcome(plan, fleet.tally, faults=fleet.faults, died=fleet.died)
         driver = Driver(fleet, plan, progress)
         driver.start()
-        driver.warm_up(plan.warm_requests * plan.users * len(fleet.engines), WARM_S)
+        driver.warm_up()
         before = driver.rest()
         fleet.resume()
         sampler = Sampler(fleet, progress)
