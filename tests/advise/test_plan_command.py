@@ -176,7 +176,7 @@ def test_the_page_is_whole_and_needs_nothing_from_elsewhere(
     assert tags.open == []
     assert tags.figures >= 4
     assert "<script" not in page and "http" not in re.sub(r"https://huggingface.co\S*", "", tags.text)
-    assert document["layers"][1]["why"][0] in tags.text
+    assert document["layers"][1]["why"][0].replace("`", "") in tags.text
     for command in document["flags"].values():
         assert "\n".join(command["lines"]) in tags.text
 
@@ -214,6 +214,8 @@ def test_what_a_trace_measured_is_taken_from_its_analysis_and_from_the_log_itsel
 
 
 BAD = [
+    ([], "no model given"),
+    ([*RECIPES["rag"], "--json", "--markdown"], "two forms"),
     (["llama-3.3-70b"], "no GPU given"),
     (["llama-3.3-70b", "--gpu=h100"], "missing: --context-p50, --output-tokens"),
     (["lama", "--gpu=h100"], "no model of the catalogue"),
@@ -250,6 +252,36 @@ def test_bad_input_is_one_line_that_names_it(
     assert out == ""
     assert len(err.splitlines()) == 1
     assert why in err
+
+
+def test_a_config_of_ones_own_needs_weights_and_for_experts_what_a_token_uses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "max_position_embeddings": 131_072,
+    }
+    file = tmp_path / "mine" / "config.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(config))
+    machine = (str(file.parent), "--gpu=h100", "--workload=chat")
+    assert main(["plan", *machine]) == 2
+    assert "--weights" in capsys.readouterr().err
+    own = json.loads(run(capsys, *machine, "--weights=16.06GB", "--json"))
+    known = found(capsys, "chat")
+    assert own["expected"][2]["ttft_mean_s"] == pytest.approx(known["expected"][2]["ttft_mean_s"])
+    assert own["flags"]["vllm"]["arguments"][0] == str(file.parent)
+    file.write_text(json.dumps({"text_config": {**config, "num_experts": 8}, "model_type": "llava"}))
+    mixed = json.loads(run(capsys, *machine, "--weights=16.06GB", "--json"))
+    assert mixed["expected"][0]["ttft_mean_s"] is None and mixed["returns"] == []
+    assert mixed["shared_tier"]["peak_bytes"] == known["shared_tier"]["peak_bytes"]
+    told = json.loads(run(capsys, *machine, "--weights=16.06GB", "--active-parameters=2e9", "--json"))
+    assert told["expected"][0]["ttft_mean_s"] < known["expected"][0]["ttft_mean_s"]
 
 
 def test_a_file_that_is_neither_an_analysis_nor_a_log_is_refused(

@@ -149,12 +149,16 @@ def _size(found: Option) -> dict[str, Any]:
 
 
 def _expected(found: Expected) -> dict[str, Any]:
+    times = found.times
     return {
         "kv_in": found.keeps.value,
         "hit_rate": found.hit_rate,
         "computed_input_tokens_per_s": found.computed_tokens_s,
         "busy_share": found.busy,
         "ttft_mean_s": found.ttft_s,
+        "prefill_mean_s": times.prefill_s if times else None,
+        "load_mean_s": times.load_s if times else None,
+        "wait_mean_s": times.wait_s if times and found.ttft_s is not None else None,
         "most_requests_per_s": found.most_requests_s,
         "stream_tokens_per_s": found.stream_tokens_s,
     }

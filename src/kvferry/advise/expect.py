@@ -1,5 +1,6 @@
 """What to expect of a fleet: hit rate, time to the first token, throughput, by where KV is kept."""
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -28,6 +29,22 @@ class Keeps(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Times:
+    """Means, in seconds: of a request's prefill, its load, its wait in the queue; of a decode step.
+
+    batch: answers at once at this load. full_step_s, full_batch: the same with as many as fit.
+    """
+
+    prefill_s: float
+    load_s: float
+    wait_s: float
+    step_s: float
+    batch: float
+    full_step_s: float
+    full_batch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Expected:
     """Of one way to keep KV. Seconds, tokens a second; None where speed is unknown.
 
@@ -43,6 +60,7 @@ class Expected:
     ttft_s: float | None
     most_requests_s: float | None
     stream_tokens_s: float | None
+    times: Times | None
 
 
 def held(served: Served, load: Workload, *, keeps: Keeps, shared_tokens: float, routing: Routing) -> float:
@@ -98,7 +116,7 @@ def expect(
     computed = load.requests_s * load.context_mean * (1 - hit_rate)
     compute = served.compute
     if compute is None:
-        return Expected(keeps, hit_rate, computed, None, None, None, None)
+        return Expected(keeps, hit_rate, computed, None, None, None, None, None)
     rate = load.requests_s / served.replicas
     mean, square = request_s(compute, load, hit_rate)
     prefill = rate * mean
@@ -106,22 +124,21 @@ def expect(
     kv = served.gpu_bytes(tokens)
     most_batch = max(1, min(MAX_SEQUENCES, served.in_flight(load.context_mean + load.output_tokens)))
     batch = _batch(compute, rate * load.output_tokens, kv, left=1 - prefill, most=most_batch)
-    step = decode_step_s(compute, batch, kv)
-    least = decode_step_s(compute, most_batch, kv) / most_batch
+    step, full_step = (decode_step_s(compute, size, kv) for size in (batch, most_batch))
+    least = full_step / most_batch
     busy = prefill + rate * load.output_tokens * least
     loading = link.seconds(served.copy_bytes(load.context_mean) * far_share) if link else 0.0
     loading /= 1 - min(link_busy, BUSIEST)
-    ttft = None
-    if busy < 1:
-        ttft = mean + loading + rate * square / (2 * (1 - prefill))
+    wait = rate * square / (2 * (1 - prefill)) if prefill < 1 else math.inf
     return Expected(
         keeps=keeps,
         hit_rate=hit_rate,
         computed_tokens_s=computed,
         busy=busy,
-        ttft_s=ttft,
+        ttft_s=mean + loading + wait if busy < 1 else None,
         most_requests_s=served.replicas / (mean + load.output_tokens * least),
         stream_tokens_s=(1 - prefill) / step if busy < 1 else None,
+        times=Times(mean, loading, wait, step, batch, full_step, most_batch),
     )
 
 

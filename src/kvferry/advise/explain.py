@@ -37,13 +37,22 @@ def _inputs(plan: Plan) -> list[str]:
     return [
         *(f"{name} = {getattr(load, name):,.4g} ({load.origin.get(name, '-')})" for name in names),
         f"GPU = {served.gpu.name}: {served.budget.memory_bytes / 1e9:g} GB, {served.gpu.bandwidth_gb_s:,g} "
-        "GB/s, "
-        f"{question.flops or served.gpu.bf16_tflops:,g} TFLOP/s ({served.gpu.source or 'given'}, "
+        f"GB/s, {question.flops or served.gpu.bf16_tflops:,g} TFLOP/s ({served.gpu.source or 'given'}, "
         f"{served.gpu.date})",
         f"weights = {served.weights.nbytes:,} B ({served.weights.why})",
+        _parameters(plan),
         f"overhead = {question.overhead_bytes:,} B per GPU; host memory = {served.host_bytes:,} B per "
         "replica",
     ]
+
+
+def _parameters(plan: Plan) -> str:
+    compute, question = plan.served.compute, plan.question
+    if compute is None:
+        return "parameters that a token uses: unknown (--active-parameters)"
+    why = "as the model's card has it" if compute.experts else "all of the model's"
+    why = "as given" if question.active_parameters else why
+    return f"parameters that a token uses = {compute.parameters:,.0f} ({why})"
 
 
 def _sizes(plan: Plan) -> list[str]:
@@ -56,11 +65,10 @@ def _sizes(plan: Plan) -> list[str]:
     )
     return [
         f"context = ({load.context_p99:,.0f} + {load.output_tokens:,.0f}) x {CONTEXT_HEADROOM:g} = "
-        f"{need:,.0f}, up to "
-        f"the next half power of two, at most the model's = {settings.max_model_len:,} tokens",
+        f"{need:,.0f}, up to the next half power of two, at most the model's = {settings.max_model_len:,} "
+        "tokens",
         f"KV per GPU = {budget.memory_bytes:,} x {budget.utilization:g} - {budget.rank_weights_bytes:,} "
-        "weights - "
-        f"{budget.overhead_bytes:,} = {budget.kv_bytes:,} B",
+        f"weights - {budget.overhead_bytes:,} = {budget.kv_bytes:,} B",
         f"a conversation of {grown:,.0f} tokens = {parts} B, once; on one GPU the engine takes "
         f"{served.reserved_bytes(grown):,} B",
         f"GPUs of a replica hold {budget.kv_bytes:,} / {served.reserved_bytes(grown):,} x {grown:,.0f} = "
@@ -68,9 +76,8 @@ def _sizes(plan: Plan) -> list[str]:
         f"its host memory holds {served.host_bytes:,} / {served.copy_bytes(grown):,} x {grown:,.0f} = "
         f"{served.host_tokens(grown):,.0f} tokens",
         f"what comes back = {load.curve.enough_tokens:,.0f} tokens / {served.replicas} replicas; of host "
-        "memory, that x "
-        f"{HOST_HEADROOM:g} in steps of 10 GB, at most what there is, none where GPUs hold it = "
-        f"{settings.offload_bytes:,} B",
+        f"memory, that x {HOST_HEADROOM:g} in steps of 10 GB, at most what there is, none where GPUs hold it "
+        f"= {settings.offload_bytes:,} B",
     ]
 
 
@@ -79,8 +86,7 @@ def _options(plan: Plan) -> list[str]:
         return []
     return [
         f"of {found.tokens:,.0f} tokens: {found.tier.planned_bytes / 1e9:,.0f} GB on {found.tier.shards} "
-        "servers, hit rate "
-        f"{found.deal.hit_rate:.4f}, net ${net_usd(found.deal):,.0f} a month"
+        f"servers, hit rate {found.deal.hit_rate:.4f}, net ${net_usd(found.deal):,.0f} a month"
         for found in plan.options
     ]
 
@@ -91,17 +97,14 @@ def _tier(plan: Plan) -> list[str]:
     count = tier.peak_bytes / conversation if conversation else 0.0
     far = plan.expected[2].hit_rate - plan.expected[1].hit_rate
     return [
-        f"shared tier = {conversation:,} B x {count:,.1f} conversations = {tier.peak_bytes / 1e9:,.1f} GB "
-        "at the peak; "
-        f"x {HEADROOM:g} = {tier.planned_bytes / 1e9:,.1f} GB",
-        f"read from it = {load.requests_s:,.3g} requests/s x {max(0.0, far):.4f} of {load.context_p50:,.0f} "
-        "tokens = "
-        f"{tier.read_bytes_s / 1e9:,.2f} GB/s",
+        f"shared tier = {conversation:,} B x {count:,.1f} conversations = {tier.peak_bytes / 1e9:,.1f} GB at "
+        f"the peak; x {HEADROOM:g} = {tier.planned_bytes / 1e9:,.1f} GB",
+        f"read from it = {load.requests_s:,.3g} requests/s x {max(0.0, far):.4f} of {load.context_mean:,.0f} "
+        f"tokens = {tier.read_bytes_s / 1e9:,.2f} GB/s",
         f"shards by capacity = {tier.planned_bytes / 1e9:,.0f} / {tier.shard.capacity_bytes / 1e9:,.0f} GB = "
         f"{tier.by_capacity}",
         f"shards by read bandwidth = {tier.read_bytes_s / 1e9:,.2f} / ({tier.shard.ceiling_bytes_s / 1e9:g} "
-        "GB/s x "
-        f"{SUSTAINED:.3f} sustained) = {tier.by_bandwidth}",
+        f"GB/s x {SUSTAINED:.3f} sustained) = {tier.by_bandwidth}",
         f"shards = the larger, and 3 rather than 2 (a Cluster has at least 3) = {tier.shards}",
         f"hosts read {100 * plan.intake:.1f}% of what {served.hosts} of them take in at "
         f"{HOST_BYTES_S / 1e9:g} GB/s",
@@ -109,8 +112,7 @@ def _tier(plan: Plan) -> list[str]:
         f"{conversation:,} B = {tier.disk_bytes / 1e9:,.0f} GB; bucket, hours beyond 24 = "
         f"{tier.bucket_bytes / 1e9:,.0f} GB",
         f"in another zone = bytes loaded and stored in {HOURS:g} h x ${plan.question.prices.zone_usd_gb:g} "
-        "per GB = "
-        f"${plan.zone_usd_month:,.0f}",
+        f"per GB = ${plan.zone_usd_month:,.0f}",
     ]
 
 
@@ -124,35 +126,44 @@ def _speed(plan: Plan) -> list[str]:
         share = peak_share(compute, found.tokens)
         lines.append(
             f"prefill of {found.tokens:,.0f} tokens = {ops:.3e} operations / ({compute.ranks} x "
-            f"{compute.flops:.3e}/s x "
-            f"{share:.3f}) = {found.computed_s:,.3f} s"
+            f"{compute.flops:.3e}/s x {share:.3f}) = {found.computed_s:,.3f} s"
         )
         lines.append(
             f"return of {found.tokens:,.0f} tokens = {found.new_tokens:,.0f} computed in {found.gpu_s:,.3f} "
-            "s + "
-            f"{found.kv_bytes:,} B loaded: {plan.link.start_s:g} s + at {plan.link.bytes_s / 1e9:,.2f} GB/s "
-            "= "
-            f"{found.shared_s:,.3f} s"
+            f"s + {found.kv_bytes:,} B loaded: {plan.link.start_s:g} s + at {plan.link.bytes_s / 1e9:,.2f} "
+            f"GB/s = {found.shared_s:,.3f} s"
         )
     lines.append(
         f"decode step = weights {compute.weights_bytes:,.0f} B / {compute.ranks} / ({WEIGHT_BANDWIDTH:g} x "
         f"{compute.bandwidth:.3e}) + requests x {plan.served.gpu_bytes(plan.load.context_p50):,} B / "
-        f"({KV_BANDWIDTH:g} x "
-        f"{compute.bandwidth:.3e})"
+        f"({KV_BANDWIDTH:g} x {compute.bandwidth:.3e})"
     )
     return lines
 
 
 def _rates(plan: Plan) -> list[str]:
+    load, served = plan.load, plan.served
+    rate = load.requests_s / served.replicas
     lines = []
     for found in plan.expected:
-        line = f"{found.keeps.value}: hit rate {found.hit_rate:.4f} (reuse at the tokens held)"
-        if found.busy is not None and found.most_requests_s is not None:
-            line += (
-                f"; busy {found.busy:.3f} = requests/s per replica x (mean prefill + output x step / batch); "
-                f"most = {found.most_requests_s:,.3g} requests/s"
-            )
-        lines.append(line)
+        name = found.keeps.value
+        lines.append(
+            f"{name}: hit rate {found.hit_rate:.4f} (of the reuse, at the tokens held); computed = "
+            f"{load.requests_s:,.3g} x {load.context_mean:,.0f} x (1 - that) = "
+            f"{found.computed_tokens_s:,.0f} tokens/s"
+        )
+        if found.times is None:
+            continue
+        times = found.times
+        decode = f"{load.output_tokens:,.0f} x {times.full_step_s:.4f} s / {times.full_batch} at once"
+        lines += [
+            f"{name}: busy {found.busy:.3f} = {rate:,.3g} requests/s per replica x (prefill "
+            f"{times.prefill_s:.3f} s + {decode}); most = {served.replicas} / that sum = "
+            f"{found.most_requests_s:,.3g} requests/s",
+            f"{name}: stream = (1 - {rate * times.prefill_s:.3f} of the time for prefill) / step of "
+            f"{times.step_s:.4f} s with {times.batch:,.1f} at once; TTFT = prefill + load {times.load_s:.3f} "
+            f"s + wait {times.wait_s:.3f} s",
+        ]
     return lines
 
 
@@ -171,42 +182,39 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
     if any(text.startswith("preset") for text in load.origin.values()):
         found.append(
             f"The workload is the preset {load.kind.value}, not yours: `kvferry analyze LOG --json` and "
-            "--trace put your "
-            "own numbers in its place. This is the largest error by far."
+            "--trace put your own numbers in its place. This is the largest error by far."
         )
     found.append(
         f"Prefill times: within 10% of the published points they were fitted to, {100 * PREFILL_ERROR:.0f}% "
-        "either way "
-        f"elsewhere. Loads: within 2% of three published points, {100 * LOAD_ERROR:.0f}% elsewhere. A "
-        "benchmark of your "
-        "model settles it (--prefill-tokens-s)."
+        f"either way elsewhere. Loads: within 2% of three published points, {100 * LOAD_ERROR:.0f}% "
+        "elsewhere. A benchmark of your model settles it (--prefill-tokens-s)."
     )
     found.append(
         "Hit rates by capacity take reuse as spread evenly over what comes back. In strict rotation a cache "
-        "that is "
-        "too small finds nothing; with favourites it finds more."
+        "that is too small finds nothing; with favourites it finds more."
         if plan.question.measured is None
         else "Hit rates by capacity are those of LRU on the trace, over its last half."
     )
     found.append(
         "TTFT is a mean with one queue per replica and requests at random times; above 80% busy it is a "
-        "direction, "
-        f"not a number. At most {MAX_SEQUENCES} answers run at once in a replica."
+        f"direction, not a number. At most {MAX_SEQUENCES} answers run at once in a replica."
     )
     found.append("Host memory loads at 20 GB/s per GPU, which no published point backs.")
+    if any(part.state_bytes for part in plan.served.parts):
+        found.append(
+            "Recurrent state is counted once for a conversation; a shared tier keeps it once for each "
+            "boundary that it stores."
+        )
     if load.resume_share:
         tier = plan.tier
         everything = (tier.planned_bytes + tier.disk_bytes + tier.bucket_bytes) / 1e9
         found.append(
             f"{100 * load.resume_share:.0f}% of the reuse is by users who come back after hours. It is "
-            "counted for "
-            "the shared tier, with NVMe and a bucket behind its memory, which this version does not have: "
-            "in memory "
-            f"alone it would take {everything:,.0f} GB."
+            "counted for the shared tier, with NVMe and a bucket behind its memory, which this version does "
+            f"not have: in memory alone it would take {everything:,.0f} GB."
         )
     found.append(
         "The shared tier is memory of whole servers; NVMe and buckets behind Valkey are sized but not part "
-        "of this "
-        "version."
+        "of this version."
     )
     return tuple(found)

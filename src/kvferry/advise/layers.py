@@ -90,14 +90,12 @@ def _reuse(plan: Plan) -> Advice:
         sets.append("cache-aware routing" if plan.settings.cache_aware else "affinity routing")
     why = [
         f"Of the input, {percent(load.curve.most)} was computed before ({load.origin['reuse']}); GPU memory "
-        "alone "
-        f"finds {percent(own)} with {routing}."
+        f"alone finds {percent(own)} with {routing}."
     ]
     if replicas > 1:
         why.append(
             f"The cache of an engine is its own: round robin over {replicas} replicas finds a turn's prefix "
-            "with "
-            f"chance 1/{replicas}. Route a conversation by its id, or by its prefix."
+            f"with chance 1/{replicas}. Route a conversation by its id, or by its prefix."
         )
     why.append("Put what changes last in the prompt: `kvferry analyze` shows what breaks prefixes.")
     if load.kind is Kind.AGENT:
@@ -114,17 +112,18 @@ def _precision(plan: Plan) -> Advice:
     why = [
         "Half the bytes: twice the requests, half of every transfer.",
         "Scales are 1.0 unless a checkpoint brings calibrated ones (llm-compressor makes them): compare "
-        "answers "
-        "on your own prompts before and after.",
+        "answers on your own prompts before and after.",
     ]
     if plan.settings.skip_windows:
         sets.append("windows stay 16-bit")
-        why.append("Layers with a window are sensitive and small: they keep their own precision.")
+        why.append(
+            "Layers with a window are sensitive and small: they keep their own precision. (SGLang has no "
+            "such argument: its windows are fp8, too.)"
+        )
     if not plan.served.gpu.fp8_tflops:
         why.append(
             f"{plan.served.gpu.name} does not compute in fp8: it stores KV so and widens it. Check in the "
-            "start-up "
-            "log that the attention backend takes it."
+            "start-up log that the attention backend takes it."
         )
     return Advice("precision", tuple(sets), tuple(why))
 
@@ -148,9 +147,8 @@ def _tiering(plan: Plan) -> Advice:
         why.append(
             "The pool of kvferry is the host tier, one for all engines of a host: "
             f"{gb(settings.offload_bytes * min(served.replicas, served.replicas_per_host))} there. (Without "
-            "it: "
-            f"vLLM's own offloading of {gb(settings.offload_bytes)} with blocks of {block} tokens, for each "
-            "engine alone.)"
+            f"it: vLLM's own offloading of {gb(settings.offload_bytes)} with blocks of {block} tokens, for "
+            "each engine alone.)"
         )
     else:
         sets = (f"CPU tier {gb(settings.offload_bytes)} per replica", f"offload blocks of {block} tokens")
@@ -173,8 +171,7 @@ def _topology(plan: Plan) -> Advice:
             ("prefill/decode split where TTFT tails matter",),
             (
                 "It buys latency and tails, not throughput: begin without it, and split when long prompts "
-                "hold up "
-                "other answers. Both sides share the pool.",
+                "hold up other answers. Both sides share the pool.",
                 "With a shared tier, moving a conversation off a hot replica costs a load, not a prefill.",
             ),
         )

@@ -19,6 +19,7 @@ from kvferry.models.concurrency import Budget
 from kvferry.models.reserve import Allocator, EngineRules
 
 TENSORS = (1, 2, 4, 8, 16)
+REPLICA_HOST_BYTES, HOST_BYTES = 200_000_000_000, 800_000_000_000  # of a host's memory, for KV
 REPLICAS = 2  # where nobody says how many GPUs there are
 
 
@@ -132,23 +133,29 @@ def _serve(question: Question, sketch: Workload, length: int) -> tuple[Served, s
         weights=question.weights,
         replicas=gpus // tensor,
         gpus_per_host=question.gpus_per_host,
-        host_bytes=question.host_bytes,
+        host_bytes=_host_bytes(question, tensor),
         compute=_compute(question, tensor, sketch.context_mean),
     )
     if served.in_flight(length) < 1:
         raise MisconfiguredError(
             f"TP {tensor} leaves {served.budget.kv_bytes / 1e9:.1f} GB per GPU for KV, and one request of "
-            f"{length:,} "
-            f"tokens takes {served.reserved_bytes(length) / 1e9:.1f}; use more ranks (--tp) or larger GPUs"
+            f"{length:,} tokens takes {served.reserved_bytes(length) / 1e9:.1f}; use more ranks (--tp) or "
+            "larger GPUs"
         )
     return served, why
+
+
+def _host_bytes(question: Question, tensor: int) -> int:
+    if question.host_bytes is not None:
+        return question.host_bytes
+    return min(REPLICA_HOST_BYTES, HOST_BYTES // max(1, question.gpus_per_host // tensor))
 
 
 def _compute(question: Question, tensor: int, tokens: float) -> Compute | None:
     """What speed is told from; a measured rate of prefill corrects it, at prompts of ``tokens``."""
     gpu, model = question.gpu, question.model
     weights = question.weights.nbytes
-    count = model.parameters or weights / 2
+    count = model.parameters or weights / question.weight_bytes
     active = question.active_parameters or active_parameters(model, question.config, count)
     flops = (question.flops or gpu.bf16_tflops) * 1e12
     if not active or not flops or not gpu.bandwidth_gb_s:

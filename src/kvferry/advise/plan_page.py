@@ -1,5 +1,6 @@
 """A plan as one HTML page with charts, to pass on: no script, no network."""
 
+import re
 from collections.abc import Sequence
 from html import escape
 from typing import Any
@@ -20,7 +21,7 @@ li { margin: 2px 0; }
   font-size: 17px; } .no { border-color: var(--two); }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 td, th { text-align: left; padding: 5px 10px 5px 0; border-bottom: 1px solid var(--line); }
-td { vertical-align: top; }
+td { vertical-align: top; } td.set { min-width: 170px; } code { font-size: 13px; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 svg { width: 100%; height: auto; } svg text { font-size: 12.5px; fill: var(--ink); }
 svg .soft { fill: var(--soft); } rect { fill: var(--one); } rect.good { fill: var(--good); }
@@ -28,6 +29,7 @@ rect.two { fill: var(--two); } .grid { stroke: var(--line); }
 pre { font-size: 12.5px; overflow-x: auto; background: var(--tint); padding: 10px; }
 .small { font-size: 13px; color: var(--soft); }
 """
+_CODE = re.compile(r"`([^`]+)`")
 Bar = tuple[str, float, str, str]  # its name, its length, what is written behind it, its class
 
 
@@ -44,13 +46,14 @@ def page(
     name = escape(found["model"]["name"])
     advised = found["shared_tier_advised"]
     reasons = "".join(
-        f"<li>{escape(reason['text'])}. <b>What would change it:</b> "
-        f"{escape(reason['what_would_change_it'])}.</li>"
+        f"<li>{_prose(reason['text'])}. <b>What would change it:</b> "
+        f"{_prose(reason['what_would_change_it'])}.</li>"
         for reason in found["why_not"]
     )
     layers = "".join(
-        f"<tr><td><b>{escape(layer['layer'])}</b></td><td>{'<br>'.join(map(escape, layer['set']))}</td>"
-        f"<td>{' '.join(map(escape, layer['why']))}</td></tr>"
+        f"<tr><td><b>{escape(layer['layer'])}</b></td><td "
+        f'class="set">{"<br>".join(map(_prose, layer["set"]))}'
+        f"</td><td>{' '.join(map(_prose, layer['why']))}</td></tr>"
         for layer in found["layers"]
     )
     flags = "".join(
@@ -74,7 +77,12 @@ def page(
 
 
 def _items(texts: Sequence[str]) -> str:
-    return "".join(f"<li>{escape(text)}</li>" for text in texts)
+    return "".join(f"<li>{_prose(text)}</li>" for text in texts)
+
+
+def _prose(text: str) -> str:
+    """What stands between backticks is code."""
+    return _CODE.sub(r"<code>\1</code>", escape(text))
 
 
 def _charts(found: dict[str, Any]) -> str:
@@ -135,8 +143,7 @@ def _charts(found: dict[str, Any]) -> str:
         )
         parts += [
             f"<h2>TTFT of a return of {row['input_tokens']:,.0f} tokens</h2><p>One request on an idle "
-            "replica, by "
-            "where its prefix lies; seconds.</p>",
+            "replica, by where its prefix lies; seconds.</p>",
             bars(
                 "Time to the first token",
                 [

@@ -28,8 +28,9 @@ class Prices:
 class Question:
     """Everything that was asked. config: of the model, for its heads and experts. gpus, tensor: None: chosen.
 
-    overhead_bytes: per GPU. host_bytes: of host memory for KV, per replica. prefill_tokens_s: of one GPU,
-    where it was measured. measured: numbers and reuse of a trace, and its name.
+    overhead_bytes: per GPU. host_bytes: of host memory for KV, per replica; None: 200 GB, as far as 800 GB of
+    a host go. weight_bytes: of one weight, where only their sum is known. prefill_tokens_s: of one GPU, where
+    it was measured. measured: numbers and reuse of a trace, and its name.
     """
 
     model: Model
@@ -47,10 +48,11 @@ class Question:
     utilization: float = UTILIZATION
     overhead_bytes: int = 3_000_000_000
     memory_bytes: int | None = None
-    host_bytes: int = 200_000_000_000
+    host_bytes: int | None = None
     gpus_per_host: int = 8
     routing: Routing = Routing.AFFINITY
     shard: Shard = field(default_factory=Shard)
     active_parameters: float | None = None
+    weight_bytes: float = 2.0
     prefill_tokens_s: float | None = None
     flops: float | None = None

@@ -155,8 +155,8 @@ def choose_tensor(
     if best is None:
         raise MisconfiguredError(
             f"{model.name} with a request of {tokens:,.0f} tokens does not fit on up to "
-            f"{min(most, MAX_RANKS)} of "
-            "these GPUs; use more of them or larger ones (--gpus, --gpu), smaller weights (--weights-dtype)"
+            f"{min(most, MAX_RANKS)} of these GPUs; use more of them or larger ones (--gpus, --gpu), smaller "
+            "weights (--weights-dtype)"
         )
     return best[
         0

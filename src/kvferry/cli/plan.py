@@ -53,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, the machines, the workload, prices, and how to show it."""
     parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=COLUMNS)
     parser.usage = f"{parser.prog} MODEL --gpu NAME [--workload KIND] [options]"
-    parser.add_argument("model", help="a name of kvferry size --list, a config.json, a directory with one")
+    parser.add_argument(
+        "model", nargs="?", help="a name of kvferry size --list, a config.json, a directory with one"
+    )
     parser.add_argument("--gpu", metavar="NAME", help="of kvferry concurrency --list-gpus")
     parser.add_argument("--gpus", metavar="N", help="GPUs in all (two replicas)")
     parser.add_argument("--tp", metavar="N", help="tensor-parallel ranks (the fewest that do)")
@@ -61,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--workload",
         choices=[kind.value for kind in Kind if kind is not Kind.OWN],
-        help="a preset to start from",
+        metavar="KIND",
+        help="a preset to start from: chat, rag, agent or one-shot",
     )
     load.add_argument("--trace", metavar="FILE", help="what kvferry analyze --json wrote, or a log it reads")
     for flag, (_, what) in LENGTHS.items():
@@ -69,9 +72,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, (_, _, _, what) in COUNTS.items():
         load.add_argument(flag, metavar="N", help=what)
     load.add_argument("--gap", metavar="TIME", help="between turns, like 30s or 5min")
-    load.add_argument("--goal", choices=[goal.value for goal in Goal], help="what to favour")
     load.add_argument(
-        "--routing", choices=[way.value for way in Routing], default="affinity", help="of turns"
+        "--goal", choices=[goal.value for goal in Goal], metavar="GOAL", help="latency or throughput"
+    )
+    load.add_argument(
+        "--routing",
+        choices=[way.value for way in Routing],
+        metavar="WAY",
+        default=Routing.AFFINITY.value,
+        help="of turns: affinity (default) or round-robin",
     )
     _add_machines(parser.add_argument_group("machines"))
     money = parser.add_argument_group("prices, US dollars")
@@ -88,7 +97,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_machines(group: Any) -> None:
     group.add_argument("--weights", metavar="SIZE", help="of all weights, like 16GB")
-    group.add_argument("--weights-dtype", choices=list(WEIGHT_BYTES), help="parameters x this (bf16)")
+    group.add_argument(
+        "--weights-dtype", choices=list(WEIGHT_BYTES), metavar="DTYPE", help="parameters x this (bf16)"
+    )
     group.add_argument("--active-parameters", metavar="N", help="that a token uses, like 22e9")
     group.add_argument("--kv-dtype", choices=["fp8", "bf16"], default="fp8", help="of the KV cache (fp8)")
     group.add_argument("--set", action="append", metavar="FIELD=VALUE", help="replace a field of the config")
@@ -98,7 +109,7 @@ def _add_machines(group: Any) -> None:
     )
     group.add_argument("--gpu-memory", metavar="SIZE", help="of one GPU, in place of the catalogue's")
     group.add_argument("--gpus-file", metavar="FILE", help="TOML with GPUs of your own, prices too")
-    group.add_argument("--host-memory", default="200GB", metavar="SIZE", help="for KV, per replica (200GB)")
+    group.add_argument("--host-memory", metavar="SIZE", help="for KV, per replica (200GB; 800GB per host)")
     group.add_argument("--gpus-per-host", default="8", metavar="N", help="(8)")
     group.add_argument("--prefill-tokens-s", metavar="N", help="of one GPU, measured, instead of estimated")
     group.add_argument("--shard-memory", metavar="SIZE", help="for KV on a cache server (450GB of 512GiB)")
@@ -190,6 +201,10 @@ def _shard(args: argparse.Namespace) -> Shard:
 
 def question_of(args: argparse.Namespace) -> Question:
     """The arguments as one question. Raises MisconfiguredError."""
+    if not args.model:
+        raise MisconfiguredError("no model given; give a name of kvferry size --list, or its config.json")
+    if args.json and args.markdown:
+        raise MisconfiguredError("--json and --markdown are two forms; give one")
     if not args.gpu:
         raise MisconfiguredError("no GPU given; name one like --gpu h100 (kvferry concurrency --list-gpus)")
     overrides = dict(parse_override(text) for text in args.set or ())
@@ -220,7 +235,8 @@ def question_of(args: argparse.Namespace) -> Question:
         utilization=_number("--utilization", args.utilization, lowest=0.01, highest=1),
         overhead_bytes=_size("--overhead", args.overhead),
         memory_bytes=None if args.gpu_memory is None else _size("--gpu-memory", args.gpu_memory, lowest=1),
-        host_bytes=_size("--host-memory", args.host_memory),
+        host_bytes=None if args.host_memory is None else _size("--host-memory", args.host_memory),
+        weight_bytes=WEIGHT_BYTES[args.weights_dtype or "bf16"],
         gpus_per_host=flag_count("--gpus-per-host", args.gpus_per_host, highest=1024),
         routing=Routing(args.routing),
         shard=_shard(args),

@@ -50,6 +50,7 @@ def summary(found: dict[str, Any]) -> list[tuple[str, str]]:
     """The question, in a few lines with labels."""
     fleet, load, model = found["fleet"], found["workload"], found["model"]
     number = {name: value["value"] for name, value in load.items() if isinstance(value, dict)}
+    on_host = fleet["host_bytes_per_replica"] * min(fleet["replicas"], fleet["replicas_per_host"])
     preset = "" if load["kind"] == "own" else f"{load['kind']}: "
     return [
         (
@@ -58,20 +59,18 @@ def summary(found: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             "GPUs",
-            f"{fleet['gpus']} x {fleet['gpu']} = {fleet['replicas']} replicas of TP "
-            f"{fleet['tensor_parallel']} on "
-            f"{fleet['hosts']} host{'s' if fleet['hosts'] > 1 else ''}; "
-            f"{fleet['host_bytes_per_replica'] / 1e9:,.0f} GB of "
-            "host memory for each replica's KV",
+            f"{fleet['gpus']} x {fleet['gpu']} = {fleet['replicas']} "
+            f"replica{'s' if fleet['replicas'] > 1 else ''} of TP {fleet['tensor_parallel']} on "
+            f"{fleet['hosts']} host{'s' if fleet['hosts'] > 1 else ''}; host memory for KV: "
+            f"{fleet['host_bytes_per_replica'] / 1e9:,.0f} GB per replica, {on_host / 1e9:,.0f} GB per host",
         ),
         (
             "workload",
             f"{preset}{number['context_p50']:,.0f} input tokens (p99 {number['context_p99']:,.0f}), "
             f"{number['new_tokens']:,.0f} of them new in a turn, {number['output_tokens']:,.0f} out; "
             f"{number['turns']:,.3g} turns, {duration(number['gap_s'])} apart; "
-            f"{number['conversations']:,.0f} at a time, "
-            f"{number['requests_s']:,.3g} requests/s; {percent(number['reuse'])} of the input was there "
-            "before",
+            f"{number['conversations']:,.0f} at a time, {number['requests_s']:,.3g} requests/s; "
+            f"{percent(number['reuse'])} of the input was there before",
         ),
     ]
 
