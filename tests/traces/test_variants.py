@@ -8,7 +8,9 @@ import pytest
 from tests.traces.test_formats import CHAT, hashed, lines, read
 
 from kvferry.errors import MisconfiguredError
+from kvferry.traces.patterns import conversations
 from kvferry.traces.request import Request
+from kvferry.traces.reuse import MAX_PROMPTS, ReuseLog
 from kvferry.traces.source import TraceFile
 
 DAY_S = 86_400.0
@@ -163,3 +165,31 @@ def test_what_is_no_text_is_named(tmp_path: Path, start: bytes, words: str) -> N
     path.write_bytes(start + b"\0" * 100)
     with pytest.raises(MisconfiguredError, match=words):
         TraceFile(path)
+
+
+def talked(tmp_path: Path, *prompts: list[str]) -> list[int]:
+    """The conversation of each request: of a system prompt that all share, and what else was said."""
+    system = {"role": "system", "content": "be brief. " * 60}
+    said = [[{"role": "user", "content": text} for text in prompt] for prompt in prompts]
+    records = [{"model": "m", "messages": [system, *messages]} for messages in said]
+    source, found, _ = read(lines(tmp_path / "a", *records))
+    log = ReuseLog(source.reader.block_tokens)
+    for request in found:
+        log.add(request)
+    return list(conversations(log).of)
+
+
+def test_messages_tell_conversations_apart_however_short_they_are(tmp_path: Path) -> None:
+    prompts = [["hi"], ["yo"], ["hi", "a", "b"], ["yo", "c"], ["hi", "a", "b", "d" * 900, "e"], ["ho", "a"]]
+    assert talked(tmp_path, *prompts) == [0, 1, 0, 1, 0, 2]
+
+
+def test_an_edited_or_equal_prompt_is_told_from_one_that_goes_on(tmp_path: Path) -> None:
+    assert talked(tmp_path, ["a"], ["a", "b"], ["a", "x", "y"], ["a", "b"], ["z", "b", "c"]) == [
+        0,
+        0,
+        0,
+        0,
+        1,
+    ]
+    assert MAX_PROMPTS > 100_000

@@ -128,7 +128,16 @@ class OpenAiRequests:
             session=session,
             parts=parts,
             family=named(body.get("model")),
+            prefixes=_prefixes(parts, seed) if len(parts) > 1 else (),
         )
+
+
+def _prefixes(parts: Sequence[Part], seed: int) -> tuple[int, ...]:
+    hasher, found = xxhash.xxh3_64(seed=seed), []
+    for part in parts:
+        hasher.update(part.content)
+        found.append(hasher.intdigest())
+    return tuple(found)
 
 
 def body_of(record: object, depth: int = 0) -> Mapping[str, object] | None:

@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kvferry.traces.reuse import UNKNOWN, ReuseLog
+from kvferry.traces.reuse import INFERRED, UNKNOWN, ReuseLog
 
 SLICES = 12
 
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """Which requests continue earlier ones, inferred from prompts alone.
+    """Which requests continue earlier ones.
 
-    A request continues the latest one that had the last block it shares, if it has more blocks than that, and
-    all of its blocks. A last block that is partial, or too short to have a key, may be missing, as it has
+    Where the log has messages, a prompt continues the latest that it begins with. Else blocks tell: a request
+    continues the latest one that had the last block it shares, if it has more blocks than that, and all of
+    its blocks. A last block that is partial, or too short to have a key, may be missing, as it has
     been filled up since; but then the earlier request must have been the first with its last full block.
     Else all prompts that share a system prompt alone would continue each other.
     """
@@ -37,8 +38,12 @@ def conversations(log: ReuseLog) -> Conversations:
     for request in range(len(log)):
         first, end = log.first_run[request], log.first_run[request + 1]
         shared.append(sum(log.run_blocks[first:end]))
-        previous = log.run_request[end - 1] if end > first else UNKNOWN
-        if previous != UNKNOWN and _continues(log, shared, request, previous):
+        previous = log.continued[request]
+        if previous == INFERRED:
+            previous = log.run_request[end - 1] if end > first else UNKNOWN
+            if previous != UNKNOWN and not _continues(log, shared, request, previous):
+                previous = UNKNOWN
+        if previous != UNKNOWN:
             of.append(of[previous])
             turns[of[previous]] += 1
             growth.append(log.input_tokens[request] - log.input_tokens[previous])

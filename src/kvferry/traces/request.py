@@ -31,6 +31,8 @@ class Request:
         what comes before tells it from others. None where the trace does not identify content.
     session: what the trace says belongs together (a chat, a user's session); None where it does not.
     parts: the prompt's text, where the trace has it. family: only prompts of one family may share (a model).
+    prefixes: a digest of the prompt up to the end of each message, the last one of all of it; empty where the
+        trace has no messages.
 
     Raises MalformedError for what is out of bounds, so that no reader needs bounds of its own.
     """
@@ -42,6 +44,7 @@ class Request:
     session: str | None = None
     parts: tuple[Part, ...] = ()
     family: str = ""
+    prefixes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.input_tokens <= MAX_TOKENS:
