@@ -200,13 +200,17 @@ def _compare(
 ) -> list[Transfers]:
     """GET and SET with every arm in turn. The second arm is compared with the first."""
     with parts_in_memory(int(part_mib * (1 << 20)), sample_bytes) as parts:
-        sets = _take_turns(server, arms, parts, rounds, operation="SET")
-        server.ask("FLUSHALL", "SYNC")
-        for arm in arms[1:]:
-            arm.prepare(parts)
-        gets = _take_turns(server, arms, parts, rounds, operation="GET")
-        parts.verify()
-        server.ask("FLUSHALL", "SYNC")
+        try:
+            sets = _take_turns(server, arms, parts, rounds, operation="SET")
+            server.ask("FLUSHALL", "SYNC")
+            for arm in arms[1:]:
+                arm.prepare(parts)
+            gets = _take_turns(server, arms, parts, rounds, operation="GET")
+            parts.verify()
+            server.ask("FLUSHALL", "SYNC")
+        except BaseException:
+            arms[1].close()  # joins the threads that may still read or fill the parts' memory
+            raise
     return [_summary("GET", part_mib, arms, gets), _summary("SET", part_mib, arms, sets)]
 
 
