@@ -10,7 +10,7 @@ from tests.traces.test_formats import CHAT, hashed, lines, read
 from kvferry.errors import MisconfiguredError
 from kvferry.traces.patterns import conversations
 from kvferry.traces.request import Request
-from kvferry.traces.reuse import MAX_PROMPTS, ReuseLog
+from kvferry.traces.reuse import ReuseLog
 from kvferry.traces.source import TraceFile
 
 DAY_S = 86_400.0
@@ -192,4 +192,3 @@ def test_an_edited_or_equal_prompt_is_told_from_one_that_goes_on(tmp_path: Path)
         0,
         1,
     ]
-    assert MAX_PROMPTS > 100_000
