@@ -113,6 +113,16 @@ def test_attention_that_compresses_gets_no_shared_tier() -> None:
     assert Not.COMPRESSED in make(replace(asked, model=other)).verdict.reasons
 
 
+def test_where_turns_go_anywhere_a_pool_of_the_host_finds_what_private_memory_does_not() -> None:
+    asked = question(kind=Kind.RAG, gpus=16)
+    sticky, spread = (make(replace(asked, routing=way)) for way in Routing)
+    assert (sticky.settings.pool, spread.settings.pool) == (False, True)
+    assert spread.expected[0].hit_rate == pytest.approx(sticky.expected[0].hit_rate / 4, rel=0.3)
+    assert sticky.expected[1].hit_rate > spread.expected[1].hit_rate > 2 * spread.expected[0].hit_rate
+    arguments = shown(spread)["flags"]["node"]["arguments"]
+    assert arguments == ["--pool", "400GB"]
+
+
 def test_users_who_come_back_after_hours_need_what_hosts_have_forgotten() -> None:
     near = make(question(kind=Kind.RAG))
     far = make(question(kind=Kind.RAG, numbers=Numbers(resume_h=48)))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from tests.advise.plan_made import question, shown
 
+from kvferry.advise.expect import Routing
 from kvferry.advise.plan import make
 from kvferry.advise.workload import Kind, Numbers
 from kvferry.config import NODE_SETTINGS, parse_size, parse_valkey
@@ -31,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
         "kind": Kind.RAG,
         "numbers": Numbers(conversations=400),
     },
+    "a pool of the host": {"kind": Kind.RAG, "routing": Routing.ROUND_ROBIN},
     "bf16": {"kind": Kind.RAG, "kv": "bf16"},
     "sparse attention": {"model": "deepseek-v3.2", "gpu": "b200", "weights_dtype": "fp8", "kind": Kind.AGENT},
     "hybrid": {"model": "qwen3-next-80b-a3b", "kind": Kind.AGENT, "numbers": Numbers(conversations=500)},
@@ -91,7 +93,7 @@ def test_vllms_own_parser_takes_every_argument() -> None:
         assert found.kv_cache_dtype_skip_layers == (["sliding_window"] if settings.skip_windows else [])
         transfer = found.kv_transfer_config
         assert (transfer is not None) == (settings.shared or settings.offload_bytes > 0)
-        if settings.shared:
+        if settings.pool:
             assert transfer.kv_connector == "KvferryConnector"
         elif transfer is not None:
             assert transfer.kv_connector_extra_config["cpu_bytes_to_use"] == settings.offload_bytes
@@ -144,7 +146,7 @@ def test_sglangs_own_parser_takes_every_argument(tmp_path: Path) -> None:
         assert found["kv_cache_dtype"] == ("fp8_e4m3" if settings.kv_dtype == "fp8" else "auto")
         assert 0 < found["mem_fraction_static"] < settings.utilization
         assert found["hicache_size"] == settings.offload_bytes // settings.tensor // 10**9
-        assert (found["extra"] is not None) == settings.shared
+        assert (found["extra"] is not None) == settings.pool
 
 
 def test_a_node_takes_its_arguments() -> None:

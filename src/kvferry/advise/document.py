@@ -89,7 +89,6 @@ def commands(
 ) -> dict[str, Any]:
     """What to start: arguments one by one, and as lines to paste."""
     settings, budget = plan.settings, plan.served.budget
-    on_host = min(plan.served.replicas, plan.served.replicas_per_host)
     made = {
         "vllm": ("vllm serve", flags.vllm_arguments(settings, model=path, connector=connector)),
         "sglang": (
@@ -102,8 +101,8 @@ def commands(
             ),
         ),
     }
-    if settings.shared:
-        node = flags.node_arguments(settings, replicas_per_host=on_host, valkey=VALKEY)
+    if settings.pool:
+        node = flags.node_arguments(settings, replicas=plan.served.on_host, valkey=VALKEY)
         made["node"] = ("kvferry node", node)
     return {
         name: {

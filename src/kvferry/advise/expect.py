@@ -68,14 +68,18 @@ def held(served: Served, load: Workload, *, keeps: Keeps, shared_tokens: float, 
 
     Engines' own memory counts for what comes back to them: of N replicas, round robin finds the right one
     with chance 1/N. What is offloaded to the host is a copy, so that the larger of the two memories decides.
-    Those who come back after hours find nothing there, unless it lasts so long.
+    A pool that the engines of a host share is found by all of them, with chance 1/hosts. Those who come back
+    after hours find nothing in any of these, unless it lasts so long.
     """
     tokens = served.gpu_tokens(load.grown_tokens)
     if keeps is not Keeps.GPU:
         tokens = max(tokens, served.host_tokens(load.grown_tokens))
     found = load.curve.at(tokens * served.replicas)
     if routing is Routing.ROUND_ROBIN:
-        found = load.curve.at(tokens) / served.replicas
+        found /= served.replicas
+        if keeps is not Keeps.GPU:
+            pools = served.host_tokens(load.grown_tokens) * served.replicas
+            found = max(found, load.curve.at(pools) / served.hosts)
     new = load.requests_s * (load.context_mean * (1 - found) + load.output_tokens)
     if tokens * served.replicas < new * load.resume_h * 3600:
         found *= 1 - load.resume_share

@@ -27,7 +27,7 @@ def offloading_config(settings: Settings) -> dict[str, Any]:
 
 def transfer_config(settings: Settings, connector: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The value of --kv-transfer-config; connector: kvferry's own. None: no tier."""
-    if settings.shared:
+    if settings.pool:
         return connector
     return offloading_config(settings) if settings.offload_bytes else None
 
@@ -79,7 +79,7 @@ def sglang_arguments(
             *("--hicache-mem-layout", "page_first", "--hicache-io-backend", "kernel"),
             *("--hicache-write-policy", "write_through"),
         ]
-    if settings.shared:
+    if settings.pool:
         policy = "best_effort" if settings.latency else "wait_complete"
         found += [
             *("--hicache-storage-prefetch-policy", policy, "--hicache-storage-backend", "dynamic"),
@@ -88,10 +88,11 @@ def sglang_arguments(
     return found
 
 
-def node_arguments(settings: Settings, *, replicas_per_host: int, valkey: str) -> list[str]:
+def node_arguments(settings: Settings, *, replicas: int, valkey: str) -> list[str]:
     """What follows ``kvferry node`` on each host: its pool is the host memory of all replicas there."""
-    pool = settings.offload_bytes * replicas_per_host
-    return ["--pool", f"{pool // 1_000_000_000}GB", "--valkey", valkey]
+    pool = settings.offload_bytes * replicas
+    found = ["--pool", f"{pool // 1_000_000_000}GB"]
+    return [*found, "--valkey", valkey] if settings.shared else found
 
 
 def lines(arguments: Sequence[str], *, command: str, columns: int) -> list[str]:

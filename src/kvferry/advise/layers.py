@@ -44,7 +44,7 @@ def _architecture(plan: Plan) -> Advice:
     per_token = served.copy_bytes(plan.load.grown_tokens) / plan.load.grown_tokens
     return Advice(
         "architecture",
-        (f"TP {served.tensor}, {served.replicas} replicas",),
+        (f"TP {served.tensor}, {served.replicas} replica{'s' if served.replicas > 1 else ''}",),
         (
             f"{plan.tensor_why}.",
             f"A token's KV takes {per_token:,.0f} B, a conversation of {plan.load.grown_tokens:,.0f} tokens "
@@ -139,6 +139,7 @@ def _tiering(plan: Plan) -> Advice:
     if not settings.offload_bytes and not settings.shared:
         return Advice("tiering", ("none",), (*why, "GPUs hold it all: a tier would only be a copy."))
     block = settings.offload_block_tokens
+    sets: tuple[str, ...]
     if settings.shared:
         sets = (
             f"host pool {gb(settings.offload_bytes)} per replica",
@@ -146,9 +147,16 @@ def _tiering(plan: Plan) -> Advice:
         )
         why.append(
             "The pool of kvferry is the host tier, one for all engines of a host: "
-            f"{gb(settings.offload_bytes * min(served.replicas, served.replicas_per_host))} there. (Without "
+            f"{gb(settings.offload_bytes * served.on_host)} there. (Without "
             f"it: vLLM's own offloading of {gb(settings.offload_bytes)} with blocks of {block} tokens, for "
             "each engine alone.)"
+        )
+    elif settings.pool:
+        sets = (f"host pool {gb(settings.offload_bytes)} per replica",)
+        why.append(
+            f"Turns go anywhere, so one pool for the {served.on_host} engines of a host, kvferry's node "
+            "without "
+            f"Valkey, finds what any of them computed: {percent(plan.expected[1].hit_rate)} of the input."
         )
     else:
         sets = (f"CPU tier {gb(settings.offload_bytes)} per replica", f"offload blocks of {block} tokens")
@@ -156,10 +164,10 @@ def _tiering(plan: Plan) -> Advice:
             f"Host memory finds {percent(plan.expected[1].hit_rate)} of the input: {gb(working)} and "
             f"{100 * (HOST_HEADROOM - 1):.0f}%, at most what is given (--host-memory)."
         )
-        if served.replicas_per_host > 1 and served.replicas > 1:
+        if served.on_host > 1:
             why.append(
-                "Several engines on a host: a node without Valkey (`kvferry node --pool`) shares one pool "
-                "among them."
+                "Where turns cannot be routed, a node without Valkey (`kvferry node --pool`) shares one pool "
+                "among the engines of a host (--routing round-robin)."
             )
     return Advice("tiering", sets, tuple(why))
 

@@ -56,6 +56,11 @@ class Served:
         """At most; an engine over several hosts counts as one on each."""
         return max(1, self.gpus_per_host // self.tensor)
 
+    @property
+    def on_host(self) -> int:
+        """Replicas that share a host, where it is full."""
+        return min(self.replicas, self.replicas_per_host)
+
     def copy_bytes(self, tokens: float) -> int:
         """KV of a prefix of so many tokens, once: what a shared tier stores."""
         requests = [part.request(max(1, round(tokens))) for part in self.parts]

@@ -23,9 +23,10 @@ SPLIT_INPUT = 16_384  # from prompts of this length on, a prefill is felt by eve
 class Settings:
     """Of every engine of the fleet.
 
-    max_model_len: tokens. kv_dtype: ``fp8`` or ``auto``, the model's own. skip_windows: whether layers with a
-    window keep theirs. offload_bytes: of host memory behind one replica, 0: none. blocks_per_chunk: of the
-    engine's, where layers are of several kinds. split: whether prefill and decode go apart if tails matter.
+    max_model_len: tokens. kv_dtype: ``fp8`` or ``auto``, the model's own. skip_windows: whether layers with
+    a window keep theirs. offload_bytes: of host memory behind one replica, 0: none. one_group: whether all
+    layers are of full attention. pool: whether engines of a host share its memory. cache_aware: of the
+    router. split: whether prefill and decode go apart if tails matter.
     """
 
     max_model_len: int
@@ -38,6 +39,7 @@ class Settings:
     offload_block_tokens: int
     one_group: bool
     shared: bool
+    pool: bool
     routing: Routing
     cache_aware: bool
     split: bool
@@ -78,6 +80,8 @@ def choose(
 ) -> Settings:
     """The settings that the workload asks for."""
     latency = load.goal is Goal.LATENCY
+    offload = offload_bytes(served, load, shared=shared)
+    pool = shared or (routing is Routing.ROUND_ROBIN and served.on_host > 1 and not served.compressed)
     fp8 = kv == "fp8"
     return Settings(
         max_model_len=max_model_len,
@@ -86,10 +90,11 @@ def choose(
         skip_windows=fp8 and served.windows,
         batched_tokens=LATENCY_TOKENS if latency else THROUGHPUT_TOKENS,
         tensor=served.tensor,
-        offload_bytes=offload_bytes(served, load, shared=shared),
+        offload_bytes=offload,
         offload_block_tokens=OFFLOAD_BLOCK_TOKENS,
         one_group=served.one_group,
         shared=shared,
+        pool=pool and offload > 0,
         routing=routing,
         cache_aware=shared,
         split=shared and load.context_p99 >= SPLIT_INPUT,
