@@ -154,7 +154,7 @@ def render(deal: Deal, found: Answer) -> str:
     else:
         blocks.append(labelled("Yes", f"it brings {usd(found.net_usd)} a month more than it costs."))
     even = (
-        "at no hit rate does it pay"
+        "no hit rate"
         if found.break_even is None
         else f"hit rate {100 * found.break_even:.1f}%"
     )
