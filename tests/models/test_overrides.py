@@ -34,6 +34,7 @@ def read(config: dict[str, Any]) -> Sizing:
     [
         ("kv_lora_rank", 512),
         ("sliding_window", 1024),
+        ("sliding_window", [None, 1024, 1024, 1024]),
         ("num_kv_shared_layers", 2),
         ("attention_chunk_size", 128),
         ("index_head_dim", 128),
@@ -232,3 +233,12 @@ def test_draft_layers_are_left_out_and_said(field: str) -> None:
     found = read({**LLAMA, field: 2}).model
     assert found.layer_count == 4
     assert any("2 draft layers" in note for note in found.notes)
+
+
+def test_lightning_attention_keeps_a_matrix_per_head_and_every_eighth_layer_a_latent() -> None:
+    ling = {**MLA, "model_type": "bailing_hybrid", "num_hidden_layers": 16, "layer_group_size": 8}
+    found = read(ling)
+    assert found.full_token_bytes == 2 * 576 * 2
+    assert found.state_bytes == 14 * 8 * 64 * 64 * 2
+    with pytest.raises(MisconfiguredError, match="no whole groups"):
+        read({**ling, "num_hidden_layers": 17})

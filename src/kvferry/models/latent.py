@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from kvferry.models.attention import full, layer_count
+from kvferry.models.attention import full, head_dim, layer_count
 from kvferry.models.facts import Facts
 from kvferry.models.layers import Index, Latent, Layer, Span, State
 from kvferry.models.recurrent import by_kind, delta_layer
@@ -70,6 +70,24 @@ def windows_and_latents(facts: Facts) -> tuple[Layer, ...]:
     }
     facts.note("reserved is a lower bound: engines pad the narrower latents to the wider ones")
     return by_kind(facts, "layer_types", facts.words("layer_types", length=layer_count(facts)), known)
+
+
+def lightning(facts: Facts) -> tuple[Layer, ...]:
+    """Lightning attention, and in every ``layer_group_size``-th layer a latent (Bailing V2.5)."""
+    facts.need(
+        "num_hidden_layers", "num_attention_heads", "layer_group_size", "kv_lora_rank", "qk_rope_head_dim"
+    )
+    facts.settle("v_head_dim", "layer_types")
+    count, period = layer_count(facts), facts.number("layer_group_size")
+    if count % period:
+        raise facts.refuse(
+            f"{count} layers are no whole groups of {period}: what the rest does is not known here"
+        )
+    heads, width = facts.number("num_attention_heads"), head_dim(facts)
+    facts.note("the state of lightning attention is counted in the model's own 16 bits, as engines keep it")
+    recurrent = Layer(Span.NONE, state=State(0, 0, heads, width, width, 2))
+    whole = Layer(Span.FULL, latent=latent_of(facts))
+    return tuple(recurrent if (index + 1) % period else whole for index in range(count))
 
 
 def pooled(facts: Facts) -> tuple[Layer, ...]:

@@ -94,6 +94,14 @@ def jetmoe(facts: Facts) -> tuple[Layer, ...]:
     )
 
 
+def step3(facts: Facts) -> tuple[Layer, ...]:
+    """KV heads are called attention groups."""
+    facts.need("num_hidden_layers", "num_attention_groups", "head_dim")
+    width = facts.number("head_dim")
+    heads = Heads(facts.number("num_attention_groups"), width, width)
+    return (Layer(Span.FULL, heads=heads),) * layer_count(facts)
+
+
 def openelm(facts: Facts) -> tuple[Layer, ...]:
     """Each layer has KV heads of its own number, in a list."""
     facts = renamed(facts)

@@ -75,8 +75,8 @@ def refuse_unread(facts: Facts) -> None:
         if field == "attn_type_list" and isinstance(value, list) and all(mark == 1 for mark in value):
             continue
         if field == "sliding_window":
-            bounded = isinstance(value, int) and value < longest and "layer_types" not in facts.used
-            if not bounded:
+            whole = isinstance(value, int) and value >= longest
+            if whole or "layer_types" in facts.used:
                 continue
         raise facts.refuse(
             f"the config has {field}, which such models are not known to have: its meaning would be a guess; "

@@ -32,13 +32,13 @@ def _table(groups: Mapping[Reader, str]) -> dict[str, Reader]:
 READERS: dict[str, Reader] = _table(
     {
         attention.full: (
-            "apertus aquila arcee arctic aria_text bailing_moe bailing_moe_v2 bailing_moe_v2_5 bitnet "
+            "apertus aquila arcee arctic aria_text bailing_moe bailing_moe_v2 bitnet "
             "cohere cosmos3_edge_text csm cwm deepseek deepseek_ocr2_text diffllama doge "
             "emu3_text_model ernie4_5 ernie4_5_moe ernie4_5_moe_vl ernie4_5_vl_moe_text flex_olmo "
             "gemma glm glm4 glm4_moe glm4v_moe_text glm4v_text glm_ocr_text granite "
             "granite4_vision_text granitemoe granitemoeshared helium hunyuan_vl_text hy_v3 "
             "hyperclovax internlm2 internlm3 jais2 llama minicpm minimax_m2 molmo nanochat nemotron "
-            "olmo olmo2 olmoe orion paddleocr_vl_text phi plamo3 qwen3_vl_moe_text qwen3_vl_text "
+            "olmo olmo2 olmoe orion paddleocr_vl_text phi qwen3_vl_moe_text qwen3_vl_text "
             "seed_oss solar_open stablelm"
         ),
         attention.full_own_heads: (
@@ -76,6 +76,7 @@ READERS: dict[str, Reader] = _table(
         latent.expanded: "axk2 youtu mistral4 sarvam_mla",
         latent.twice: "longcat_flash",
         latent.windows_and_latents: "dots3_note",
+        latent.lightning: "bailing_hybrid",
         latent.pooled: "glm5_next_text glm5_next",
         latent.compressed: "deepseek_v4 deepseek_ref",
         recurrent.gated_delta: "qwen3_next qwen3_5_text qwen3_5_moe_text qwen3_5 qwen3_5_moe olmo_hybrid",
@@ -101,6 +102,7 @@ READERS: dict[str, Reader] = _table(
         older.chatglm: "chatglm",
         older.jetmoe: "jetmoe",
         older.openelm: "openelm",
+        older.step3: "step3_text",
     }
 )
 
