@@ -26,8 +26,9 @@ class Facts:
         return MisconfiguredError(f"{self.name} (model_type {self.model_type}): {message}")
 
     def has(self, field: str) -> bool:
-        """Whether the config gives it, and not as null."""
-        return self.fields.get(field) is not None
+        """Whether the config gives it, and not as null or an empty list."""
+        value = self.fields.get(field)
+        return value is not None and value != []
 
     def need(self, *fields: str) -> None:
         """Raise MisconfiguredError that lists every one of ``fields`` that is missing."""
