@@ -1,5 +1,6 @@
 """What a config says beside its architecture's usual fields: single layers, other names, the unread."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from kvferry.errors import MisconfiguredError
 from kvferry.models.layers import Heads, Span
 from kvferry.models.precision import kv_dtype
-from kvferry.models.reading import read_model
+from kvferry.models.reading import READERS, read_model
 from kvferry.models.sizes import Sizing
 
 LLAMA = {
@@ -242,3 +243,8 @@ def test_lightning_attention_keeps_a_matrix_per_head_and_every_eighth_layer_a_la
     assert found.state_bytes == 14 * 8 * 64 * 64 * 2
     with pytest.raises(MisconfiguredError, match="no whole groups"):
         read({**ling, "num_hidden_layers": 17})
+
+
+def test_the_page_says_how_many_model_types_are_known() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "size.md").read_text()
+    assert f"{len(READERS)} model types are known." in page
