@@ -64,12 +64,14 @@ def main(args: argparse.Namespace) -> int:
     malformed, sources = Malformed(), [TraceFile(Path(name), block_tokens=size) for name in args.files]
     with Progress() as progress:
         log, breaks = _read(sources, malformed, progress)
+        step = progress.show if len(log) >= LONG_WORK else findings.silent
+        step(f"which capacities matter, {len(log):,} requests")
         figures = findings.document(
             log,
             capacities=_capacities(args.capacities, log, per_token),
             policies=list(Policy),
             clock=_clock(sources),
-            step=progress.show if len(log) >= LONG_WORK else lambda _: None,
+            step=step,
         )
     found = {
         "files": [_file_document(source) for source in sources],

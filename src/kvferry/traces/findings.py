@@ -15,19 +15,25 @@ GAPS_S = (1, 10, 60, 300, 900, 3600, 4 * 3600, 24 * 3600)
 CAPACITIES = 9
 
 
+def silent(_text: str) -> None:
+    """For whoever wants to hear of no step."""
+
+
 def document(
     log: ReuseLog,
     *,
     capacities: Sequence[int],
     policies: Sequence[Policy],
     clock: Clock,
-    step: Callable[[str], None] = lambda _: None,
+    step: Callable[[str], None] = silent,
 ) -> dict[str, Any]:
     """Everything but where it was read from. capacities: in blocks. step: told what comes next."""
     identified = sum(blocks != UNKNOWN for blocks in log.blocks)
     found: dict[str, Any] = {"traffic": _traffic(log, clock), "block_tokens": log.block_tokens}
     if not identified:
         return found | {"reuse": None}
+    rows = by_capacity(log, capacities=capacities, policies=policies, step=step)
+    step(f"who shares with whom and for how long, {len(log):,} requests")
     by_time = _one_clock(log, clock) and times_ascend(log) and log.time_s[-1] > log.time_s[0]
     return found | {
         "reuse": {
@@ -35,7 +41,7 @@ def document(
             "distinct_blocks": log.distinct_blocks,
             "distinct_tokens": log.distinct_blocks * log.block_tokens,
             "hit_rate": _rates(log, *_pair(unbounded(log))),
-            "by_capacity": by_capacity(log, capacities=capacities, policies=policies, step=step),
+            "by_capacity": rows,
             "gaps": gaps(log, clock=clock),
             **_people(log),
             "over": "time" if by_time else "requests",
@@ -66,7 +72,7 @@ def by_capacity(
     *,
     capacities: Sequence[int],
     policies: Sequence[Policy],
-    step: Callable[[str], None] = lambda _: None,
+    step: Callable[[str], None] = silent,
 ) -> list[dict[str, Any]]:
     """Per capacity, each policy's hit rate."""
     rows: list[dict[str, Any]] = [
