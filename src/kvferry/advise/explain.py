@@ -161,8 +161,11 @@ def _rates(plan: Plan) -> list[str]:
             f"{times.prefill_s:.3f} s + {decode}); most = {served.replicas} / that sum = "
             f"{found.most_requests_s:,.3g} requests/s",
             f"{name}: stream = (1 - {rate * times.prefill_s:.3f} of the time for prefill) / step of "
-            f"{times.step_s:.4f} s with {times.batch:,.1f} at once; TTFT = prefill + load {times.load_s:.3f} "
-            f"s + wait {times.wait_s:.3f} s",
+            f"{times.step_s:.4f} s with {times.batch:,.1f} at once; TTFT = prefill + load "
+            f"{times.load_s:.3f} s + "
+            f"wait {times.wait_s:.3f} s"
+            if found.ttft_s is not None
+            else f"{name}: more is asked for than can be served: the queue grows",
         ]
     return lines
 

@@ -254,6 +254,8 @@ def _fill(known: dict[str, float], origin: dict[str, str], given: Numbers, *, me
                 "missing: --requests-s, or --conversations and --gap, which give it; how busy is the fleet?"
             )
         put("requests_s", known["conversations"] / gap, "conversations / gap")
+    if known["requests_s"] <= 0:
+        raise MisconfiguredError("nobody asks for anything: give --requests-s, or more --conversations")
     put("gap_s", 0.0 if turns <= 1 else known.get("conversations", 0.0) / known["requests_s"],
         "conversations / requests a second")  # fmt: skip
     put(

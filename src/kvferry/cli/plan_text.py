@@ -69,7 +69,7 @@ def summary(found: dict[str, Any]) -> list[tuple[str, str]]:
             f"{preset}{number['context_p50']:,.0f} input tokens (p99 {number['context_p99']:,.0f}), "
             f"{number['new_tokens']:,.0f} of them new in a turn, {number['output_tokens']:,.0f} out; "
             f"{number['turns']:,.3g} turns, {duration(number['gap_s'])} apart; "
-            f"{number['conversations']:,.0f} at a time, {number['requests_s']:,.3g} requests/s; "
+            f"{number['conversations']:,.0f} at a time, {_plain(number['requests_s'])} requests/s; "
             f"{percent(number['reuse'])} of the input was there before",
         ),
     ]
@@ -80,7 +80,7 @@ def verdict(found: dict[str, Any]) -> str:
     if found["shared_tier_advised"]:
         tier = found["shared_tier"]
         return (
-            f"A shared tier is worth it: {tier['planned_bytes'] / 1e9:,.0f} GB on {tier['shards']} Valkey "
+            f"A shared tier is worth it: {volume(tier['planned_bytes'])} on {tier['shards']} Valkey "
             f"server{'s' if tier['shards'] > 1 else ''}."
         )
     return "You do not need a shared tier."
@@ -125,7 +125,7 @@ def _expected(found: dict[str, Any]) -> Table:
         [
             row["kv_in"],
             percent(row["hit_rate"]),
-            f"{row['computed_input_tokens_per_s']:,.0f}",
+            compact(row["computed_input_tokens_per_s"]),
             percent(row["busy_share"]),
             "grows"
             if row["ttft_mean_s"] is None and row["busy_share"] is not None
@@ -148,7 +148,7 @@ def _returns(found: dict[str, Any]) -> list[Table]:
         [
             f"{row['input_tokens']:,.0f}",
             f"{row['new_tokens']:,.0f}",
-            f"{row['kv_bytes_loaded'] / 1e9:,.1f} GB",
+            volume(row["kv_bytes_loaded"]),
             *(
                 seconds(row[f"ttft_{way}_s"])
                 for way in ("own_cache", "host_memory", "shared_tier", "computed")
@@ -179,12 +179,12 @@ def _tier(found: dict[str, Any]) -> Table:
             f"{tier['read_bytes_per_s'] / 1e9:,.2f} GB/s",
         ],
         ["reads", f"{tier['sustained_bytes_per_s'] / 1e9:,.1f} GB/s", "that these shards sustain"],
-        ["NVMe", f"{tier['nvme_bytes'] / 1e9:,.0f} GB", "of who comes back within a day (--resume-hours)"],
-        ["bucket", f"{tier['bucket_bytes'] / 1e9:,.0f} GB", "of who comes back later"],
+        ["NVMe", volume(tier["nvme_bytes"]), "of who comes back within a day (--resume-hours)"],
+        ["bucket", volume(tier["bucket_bytes"]), "of who comes back later"],
         [
             "zone",
             "the engines'",
-            f"in another one, traffic would cost ${tier['usd_per_month_if_in_another_zone']:,.0f} a month",
+            f"in another one, traffic would cost {usd(tier['usd_per_month_if_in_another_zone'])} a month",
         ],
         [
             "bucket's region",
@@ -201,7 +201,7 @@ def _sizes(found: dict[str, Any]) -> list[Table]:
     rows = [
         [
             compact(row["tokens"]),
-            f"{row['planned_bytes'] / 1e9:,.0f} GB",
+            volume(row["planned_bytes"]),
             f"{row['shards']}",
             percent(row["hit_rate"]),
             _plain(row["most_requests_per_s"]),
@@ -252,13 +252,23 @@ def percent(share: float | None) -> str:
 
 def seconds(value: float | None) -> str:
     """``1.89 s``, or ``-``."""
-    return "-" if value is None else f"{value:,.2f} s"
+    return "-" if value is None else f"{compact(value) if value >= 1e5 else f'{value:,.2f}'} s"
 
 
 def usd(amount: float | None) -> str:
-    """``$1,234``, ``-$5``, or ``-``."""
-    return "-" if amount is None else f"{'-' if round(amount) < 0 else ''}${abs(amount):,.0f}"
+    """``$1,234``, ``-$5``, from ten millions on ``$12.3 mn``; ``-`` where it is unknown."""
+    if amount is None:
+        return "-"
+    size = f"{abs(amount):,.0f}" if abs(amount) < 1e7 else compact(abs(amount))
+    return f"{'-' if round(amount) < 0 else ''}${size}"
+
+
+def volume(nbytes: float) -> str:
+    """``6.8 GB``, ``1,475 GB``, from a hundred TB on ``123 TB``."""
+    if nbytes >= 1e14:
+        return f"{compact(nbytes / 1e12)} TB"
+    return f"{nbytes / 1e9:,.0f} GB" if nbytes >= 1e11 else f"{nbytes / 1e9:,.1f} GB"
 
 
 def _plain(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}" if value >= 10 else f"{value:,.2f}"
+    return "-" if value is None else compact(value) if value >= 10 else f"{value:,.3g}"

@@ -13,6 +13,7 @@ from kvferry.traces.reuse import ReuseLog
 from kvferry.traces.source import Malformed, TraceFile
 
 MAX_DOCUMENT_BYTES = 64 << 20
+MAX_NUMBER = 1e15
 DATES_FROM_S = 9e8
 KEPT = 0.95  # of the reuse lies within the gap that counts as the reuse window
 Measured = tuple[Numbers, ReuseCurve | None, str]
@@ -61,44 +62,55 @@ def analysed(path: Path) -> dict[str, Any]:
 def from_document(found: dict[str, Any], *, name: str) -> Measured:
     """The numbers that it has, and the reuse by capacity. Raises MisconfiguredError where it is none."""
     try:
-        traffic, reuse = found["traffic"], found["reuse"]
-        inputs, outputs = traffic["input_quantiles"], traffic["output_quantiles"]
-        span = traffic["span_s"]
-        numbers: dict[str, float | None] = {
-            "context_p50": inputs["p50"],
-            "context_p99": inputs["p99"],
-            "context_mean": traffic["input_tokens"] / traffic["requests"],
-            "output_tokens": max(1, outputs["p50"]) if outputs else None,
-            "requests_s": traffic["requests"] / span if span else None,
-        }
-        curve = None
-        if reuse is not None:
-            talks = reuse["conversations"]
-            growth = talks["growth_tokens"]
-            numbers["turns"] = max(1.0, traffic["requests"] / talks["number"]) if talks["number"] else 1.0
-            if growth:
-                numbers["new_tokens"] = max(
-                    1, min(growth["p50"] - (numbers["output_tokens"] or 0), inputs["p50"])
-                )
-            curve = _curve(reuse)
-            gap = _gap(reuse["gaps"])
-            if gap is not None:
-                numbers["gap_s"] = gap
-                numbers["resume_h"] = gap / 3600 if gap >= 3600 else 0.0
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        return _numbers(found["traffic"], found["reuse"]), _curve(found["reuse"]), name
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise MisconfiguredError(
             f"--trace: {name} is no document of this version's `kvferry analyze --json`: {error!r} is wrong"
         ) from error
-    return Numbers(**numbers), curve, name
 
 
-def _curve(reuse: dict[str, Any]) -> ReuseCurve | None:
+def _number(value: object, *, most: float = MAX_NUMBER) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise ValueError(value)
+    return float(value)
+
+
+def _numbers(traffic: dict[str, Any], reuse: dict[str, Any] | None) -> Numbers:
+    inputs, outputs = traffic["input_quantiles"], traffic["output_quantiles"]
+    requests, span = _number(traffic["requests"]), traffic["span_s"]
+    middle = max(1.0, _number(inputs["p50"]))
+    mean = max(1.0, _number(traffic["input_tokens"]) / max(1.0, requests))
+    numbers: dict[str, float | None] = {
+        "context_p50": middle,
+        "context_p99": max(middle, _number(inputs["p99"])),
+        "context_mean": mean,
+        "output_tokens": max(1.0, _number(outputs["p50"])) if outputs else None,
+        "requests_s": requests / _number(span) if span and requests else None,
+    }
+    if reuse is None:
+        return Numbers(**numbers)
+    talks = reuse["conversations"]
+    count, growth = _number(talks["number"]), talks["growth_tokens"]
+    numbers["turns"] = max(1.0, requests / count) if count else 1.0
+    if growth:
+        new = _number(growth["p50"]) - (numbers["output_tokens"] or 0.0)
+        numbers["new_tokens"] = max(1.0, min(new, middle, mean))
+    gap = _gap(reuse["gaps"])
+    if gap is not None:
+        numbers |= {"gap_s": gap, "resume_h": gap / 3600 if gap >= 3600 else 0.0}
+    return Numbers(**numbers)
+
+
+def _curve(reuse: dict[str, Any] | None) -> ReuseCurve | None:
     """LRU over the last half of the trace, by the tokens held; it never falls."""
     points: list[tuple[float, float]] = []
     best = 0.0
-    for row in reuse["by_capacity"]:
-        best = max(best, row["lru"]["last_half"] or 0.0)
-        points.append((float(row["tokens"]), best))
+    for row in reuse["by_capacity"] if reuse is not None else ():
+        best = max(best, _number(row["lru"]["last_half"] or 0.0, most=1.0))
+        tokens = _number(row["tokens"])
+        if tokens <= (points[-1][0] if points else 0.0):
+            raise ValueError(tokens)
+        points.append((tokens, best))
     return ReuseCurve(tuple(points)) if points else None
 
 
@@ -107,6 +119,6 @@ def _gap(gaps: dict[str, Any] | None) -> float | None:
     if gaps is None:
         return None
     for row in gaps["within"]:
-        if row["share"] >= KEPT:
-            return float(row["gap_s"])
-    return float(gaps["longest_s"])
+        if _number(row["share"], most=1.0) >= KEPT:
+            return _number(row["gap_s"])
+    return _number(gaps["longest_s"])
