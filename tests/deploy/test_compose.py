@@ -95,7 +95,7 @@ def test_valkey_and_node_run_as_written(recipe: dict[str, Any], stack: ExitStack
     password_file.chmod(0o640)
     valkey = _start_valkey(recipe, tmp_path, password_file)
     stack.callback(valkey.stop)
-    assert valkey.ask("CONFIG", "GET", "maxmemory-policy") == [b"maxmemory-policy", b"allkeys-lru"]
+    assert valkey.ask("CONFIG", "GET", "maxmemory-policy") == [b"maxmemory-policy", b"volatile-ttl"]
     assert valkey.ask("CONFIG", "GET", "maxmemory") == [b"maxmemory", str(32 << 30).encode()]
 
     run = tmp_path / "run"

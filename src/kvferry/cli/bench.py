@@ -9,6 +9,10 @@ BENCHMARKS = {
     "tiers": ("kvferry.bench.tiers", "Valkey to pool and back, against bare sockets and the usual clients"),
     "engines": ("kvferry.bench.engines", "time to first token from each tier, against the engine's own hit"),
     "lmcache": ("kvferry.bench.lmcache", "LMCache's own bench l2: our adapter beside its resp and valkey"),
+    "valkey-eviction": (
+        "kvferry.bench.valkey_eviction.command",
+        "what a full Valkey keeps of a trace, by its policy and by what steers that",
+    ),
     "faults": ("kvferry.bench.faults.command", "what a fault costs real engines, and how reuse returns"),
     "chaos": ("kvferry.bench.chaos.command", "wrong bytes, leaks and late answers while all of it is broken"),
     "soak": (
@@ -21,7 +25,7 @@ BENCHMARKS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The name of a benchmark; what follows is the benchmark's own."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = "\n".join(f"{name:<8} {line}" for name, (_, line) in BENCHMARKS.items())
+    parser.epilog = "\n".join(f"{name:<15} {line}" for name, (_, line) in BENCHMARKS.items())
     parser.add_argument("benchmark", choices=sorted(BENCHMARKS), help="see below")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="its arguments, or --help")
 

@@ -7,7 +7,10 @@ from kvferry.errors import BrokenError
 from kvferry.identity.names import DOMAIN_TAG_BYTES
 
 KEY_PREFIX = "kvf1:"
-COMMANDS = ("get", "set", "touch", "unlink", "ping", "info", "client|setname", "cluster|slots", "asking")
+COMMANDS = (
+    *("get", "set", "touch", "unlink", "psetex", "pexpire"),
+    *("ping", "info", "client|setname", "cluster|slots", "asking"),
+)
 
 
 def key_pattern(tag: bytes) -> str:

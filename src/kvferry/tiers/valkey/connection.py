@@ -158,6 +158,7 @@ class Connection:
             self._stream.close()
 
 
-def set_command(key: bytes, stored_bytes: int) -> bytes:
-    """The start of a SET of a value of ``stored_bytes`` bytes."""
-    return value_command((b"SET", key), stored_bytes)
+def set_command(key: bytes, stored_bytes: int, *, life_ms: int | None = None) -> bytes:
+    """The start of a SET of a value of ``stored_bytes`` bytes. life_ms: after which it expires, if ever."""
+    words = (b"SET", key) if life_ms is None else (b"PSETEX", key, b"%d" % life_ms)
+    return value_command(words, stored_bytes)

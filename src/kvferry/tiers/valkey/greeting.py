@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from kvferry.errors import KvferryError, MisconfiguredError
 from kvferry.tiers.valkey.acl import KEY_PREFIX
 from kvferry.tiers.valkey.connection import Connection
+from kvferry.tiers.valkey.lifetimes import Lifetimes, after_info, warning
 from kvferry.tiers.valkey.login import whose
-from kvferry.tiers.valkey.resp import ProtocolError, Reply, ServerError
+from kvferry.tiers.valkey.resp import ProtocolError, Reply, ServerError, info_facts
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.stream import Until
 from kvferry.tiers.valkey.tls import Tls
@@ -28,9 +29,15 @@ class UnreachableServersError(MisconfiguredError):
 
 @dataclass(frozen=True, slots=True)
 class ServerReport:
-    """topology: empty for a single server. detail: for people, no secrets."""
+    """topology: empty for a single server. detail: for people, no secrets.
+
+    lifetimes: of what is written; None where the server does not evict by expiry, or does not say.
+    informed: whether the server says what its settings are.
+    """
 
     topology: tuple[SlotRange, ...] = ()
+    lifetimes: Lifetimes | None = None
+    informed: bool = False
     detail: dict[str, str] = field(default_factory=dict)
 
 
@@ -64,7 +71,7 @@ def _inspect(seed: Address, settings: ValkeySettings, *, tls: Tls | None, deadli
         info = connection.request(b"INFO", patience=patience)
         if isinstance(info, ServerError) and info.code != "NOPERM":
             raise MisconfiguredError(f"{seed}: INFO failed: {info}: kvferry needs a Valkey server it may use")
-        facts = _facts(info) if isinstance(info, bytes) else {}
+        facts = info_facts(info) if isinstance(info, bytes) else {}
         if isinstance(info, bytes) and not any(name in facts for name in _VERSIONS):
             raise MisconfiguredError(f"{seed}: answers INFO, but is neither Valkey nor Redis")
         clustered = settings.url.cluster or facts.get("cluster_enabled") == "1"
@@ -72,14 +79,15 @@ def _inspect(seed: Address, settings: ValkeySettings, *, tls: Tls | None, deadli
         if clustered or not facts:
             reply = connection.request(b"CLUSTER", b"SLOTS", patience=patience)
             topology = _topology(reply, seed, settings, expected=clustered)
-        denied = _denied(connection, patience, clustered=bool(topology))
+        lifetimes = after_info(None, facts)
+        denied = _denied(connection, patience, clustered=bool(topology), expiring=lifetimes is not None)
         if denied:
             raise _forbidden(seed, settings, denied)
     finally:
         connection.close()
     if topology:
-        _check_shards(topology, seed, settings, tls=tls, deadline=deadline)
-    return ServerReport(topology, _detail(facts, topology))
+        _check_shards(topology, seed, settings, tls=tls, deadline=deadline, expiring=lifetimes is not None)
+    return ServerReport(topology, lifetimes, bool(facts), _detail(facts, topology))
 
 
 def _check_shards(
@@ -89,6 +97,7 @@ def _check_shards(
     *,
     tls: Tls | None,
     deadline: float,
+    expiring: bool,
 ) -> None:
     """Users and certificates are each server's own, and the map may name what nobody reaches from here.
 
@@ -104,7 +113,7 @@ def _check_shards(
         try:
             connection = Connection.open(address, settings, tls=tls, deadline=now + share_s)
             try:
-                denied = _denied(connection, Until(now + share_s), clustered=True)
+                denied = _denied(connection, Until(now + share_s), clustered=True, expiring=expiring)
             finally:
                 connection.close()
         except MisconfiguredError as error:
@@ -141,9 +150,10 @@ def _topology(
     return topology
 
 
-def _denied(connection: Connection, patience: Until, *, clustered: bool) -> list[str]:
+def _denied(connection: Connection, patience: Until, *, clustered: bool, expiring: bool) -> list[str]:
     """The commands that this user may not run, by trying each on a key that is never there.
 
+    expiring: whether values will have an expiry; one of no time at all is refused and leaves nothing.
     Servers look at permissions before anything else, so that a redirect or full memory is as good as a yes.
     Whether the user may use the keys of a domain cannot be told here: which domain that is, the engines know.
     """
@@ -153,6 +163,9 @@ def _denied(connection: Connection, patience: Until, *, clustered: bool) -> list
         ("touch", (b"TOUCH", _PROBE_KEY)),
         ("unlink", (b"UNLINK", _PROBE_KEY)),
     ]
+    if expiring:
+        probes.append(("psetex", (b"PSETEX", _PROBE_KEY, b"0", b"")))
+        probes.append(("pexpire", (b"PEXPIRE", _PROBE_KEY, b"1")))
     if clustered:
         probes.append(("asking", (b"ASKING",)))
     replies = [(name, connection.request(*words, patience=patience)) for name, words in probes]
@@ -171,31 +184,13 @@ def _forbidden(seed: Address, settings: ValkeySettings, commands: Sequence[str])
     )
 
 
-def _facts(info: bytes) -> dict[str, str]:
-    pairs = (line.partition(":") for line in info.decode("utf-8", "replace").splitlines())
-    return {name: value for name, colon, value in pairs if colon}
-
-
 def _detail(facts: dict[str, str], topology: tuple[SlotRange, ...]) -> dict[str, str]:
     names = [name for name in _VERSIONS if name in facts]
     detail = {"server": f"{names[0].removesuffix('_version')} {facts[names[0]]}" if names else "unknown"}
     detail["mode"] = (
         f"cluster of {len({slots.address for slots in topology})} shards" if topology else "single server"
     )
-    warning = _warning(facts)
-    if warning:
-        detail["warning"] = warning
+    advice = warning(facts)
+    if advice:
+        detail["warning"] = advice
     return detail
-
-
-def _warning(facts: dict[str, str]) -> str:
-    policy = facts.get("maxmemory_policy", "")
-    if policy.startswith("volatile-"):
-        return (
-            f"maxmemory-policy {policy} never evicts kvferry's values, which have no expiry: use allkeys-lru"
-        )
-    if facts.get("maxmemory") == "0":
-        return "maxmemory is not set: the server grows until the host runs out; set it, with allkeys-lru"
-    if policy == "noeviction":
-        return "maxmemory-policy noeviction: stores are refused once memory is full; use allkeys-lru"
-    return ""

@@ -117,6 +117,7 @@ class Part:
         "index",
         "operation",
         "prefix",
+        "rank",
         "ref",
         "report",
         "suffixes",
@@ -133,13 +134,18 @@ class Part:
         jobs: int,
         report: Callable[["Part"], None],
         suffixes: Sequence[bytes] = PLAIN_SUFFIXES,
+        rank: int = 0,
     ) -> None:
-        """jobs: how many will end before the part is reported. suffixes: of the keys, see ``Protection``."""
+        """jobs: how many will end before the part is reported. suffixes: of the keys, see ``Protection``.
+
+        rank: how many chunks come before its own in the same call.
+        """
         self.operation = operation
         self.index = index
         self.ref = ref
         self.prefix = _part_prefix(ref.key)
         self.suffixes = suffixes
+        self.rank = rank
         self.report = report
         self.verdict = Verdict.OK
         self.cause = Cause.NONE
@@ -192,6 +198,7 @@ class Job:
         "older",
         "part",
         "payload",
+        "read_only",
         "redirects",
         "slot",
         "storing",
@@ -217,6 +224,9 @@ class Job:
         self.attempts = 0
         self.redirects = 0
         self.asking = False
+        self.read_only = (
+            False  # the server takes no writes now, so that nothing but TOUCH tells what is there
+        )
         self._ended = False
 
     def _name(self, version: int) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvferry.tiers.valkey.jobs import Cause, Job, Verb, Verdict
+from kvferry.tiers.valkey.lifetimes import Lifetimes
 from kvferry.tiers.valkey.resp import ServerError
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.tls import Tls
@@ -43,7 +44,7 @@ class Routes(Protocol):
 class Home(Protocol):
     """The shard, as its movers see it. ``generation`` grows with every connection lost.
 
-    ``heard_at``: monotonic time of the latest answer.
+    ``heard_at``: monotonic time of the latest answer. ``lifetimes``: of what is written; None: no expiry.
     """
 
     address: Address
@@ -53,6 +54,7 @@ class Home(Protocol):
     generation: int
     last_error: str
     heard_at: float
+    lifetimes: Lifetimes | None
 
     def denied(self, message: str) -> None:
         """The server will not have us, or not this command or key."""

@@ -15,6 +15,7 @@ from kvferry.tiers.breaker import FAILURE, SILENCE
 from kvferry.tiers.valkey.connection import Connection, set_command
 from kvferry.tiers.valkey.jobs import Cause, Job, Verb, Verdict
 from kvferry.tiers.valkey.lanes import Home, Lane, LaneQueue
+from kvferry.tiers.valkey.lifetimes import Lifetimes
 from kvferry.tiers.valkey.login import whose
 from kvferry.tiers.valkey.protection import Received
 from kvferry.tiers.valkey.resp import ErrorKind, ProtocolError, Reply, ServerError, command
@@ -28,6 +29,7 @@ SILENT_S = 0.2
 HESITANT_S = 0.03
 """Without a byte for so long when the deadline came. A busy server may be hesitant; three times is enough."""
 _ASKING = command(b"ASKING")
+_TAKES_NO_WRITES = ("MISCONF", "NOREPLICAS")
 _log = logging.getLogger(__name__)
 
 
@@ -121,7 +123,8 @@ class Mover(threading.Thread):
                     self.inflight_bytes -= job.payload_bytes
                     job.end(Verdict.REFUSED, Cause.CORRUPT_SOURCE)
         else:
-            connection.send_commands(b"".join([_encode(job) for job in wanted]), wanted[0])
+            lifetimes = self._shard.lifetimes
+            connection.send_commands(b"".join([_encode(job, lifetimes) for job in wanted]), wanted[0])
 
     def _connected(self, job: Job) -> Connection:
         """The connection; a new one if another of the shard was lost since this one was made."""
@@ -137,15 +140,16 @@ class Mover(threading.Thread):
             raise DroppedError("the tier is closing")
         return self._connection
 
-    @staticmethod
-    def _send_value(connection: Connection, job: Job) -> bool:
+    def _send_value(self, connection: Connection, job: Job) -> bool:
         """False, and nothing is sent, if the pool no longer holds what was committed."""
         if job.payload is None:
             raise DroppedError("a SET without a payload")
         value = connection.protected(job.name, payload=job.payload, checksum=job.checksum)
         if not value.intact:
             return False
-        start = set_command(job.key, HEADER_BYTES + job.stripe.nbytes)
+        lifetimes = self._shard.lifetimes
+        life_ms = lifetimes.stored_ms(job.part.rank) if lifetimes is not None else None
+        start = set_command(job.key, HEADER_BYTES + job.stripe.nbytes, life_ms=life_ms)
         connection.send_value(_ASKING + start if job.asking else start, value, job)
         return True
 
@@ -202,7 +206,7 @@ class Mover(threading.Thread):
 
     @staticmethod
     def _expect_kind(job: Job, reply: Reply) -> None:
-        """SET says OK, TOUCH and UNLINK count. Anything else was meant for another command."""
+        """SET says OK, TOUCH, PEXPIRE and UNLINK count. Anything else was meant for another command."""
         fits = reply == b"OK" if job.verb is Verb.SET else isinstance(reply, int)
         if not fits and not isinstance(reply, ServerError):
             raise ProtocolError(f"unexpected reply {reply!r} to {job.verb.name}")
@@ -221,6 +225,9 @@ class Mover(threading.Thread):
             self._try_again(job, Cause.READ_ONLY)
         elif kind is ErrorKind.WRONG_TYPE:
             job.remove_value(Cause.CORRUPT_TYPE)
+            self._shard.routes.dispatch(job)
+        elif error.code in _TAKES_NO_WRITES and job.verb is Verb.TOUCH and not job.read_only:
+            job.read_only = True
             self._shard.routes.dispatch(job)
         elif kind is ErrorKind.OUT_OF_MEMORY:
             job.end(Verdict.REFUSED, Cause.OUT_OF_MEMORY)
@@ -315,6 +322,10 @@ def _weight(still_s: float) -> int:
     return SILENCE if still_s >= SILENT_S else FAILURE if still_s >= HESITANT_S else 0
 
 
-def _encode(job: Job) -> bytes:
-    words = command(job.verb.value.upper().encode(), job.key)
+def _encode(job: Job, lifetimes: Lifetimes | None) -> bytes:
+    """Where expiries rank values, a use is told by a new one."""
+    if job.verb is Verb.TOUCH and lifetimes is not None and not job.read_only:
+        words = command(b"PEXPIRE", job.key, b"%d" % lifetimes.used_ms(job.part.rank))
+    else:
+        words = command(job.verb.value.upper().encode(), job.key)
     return _ASKING + words if job.asking else words

@@ -80,6 +80,12 @@ def value_command(words: Sequence[bytes], value_bytes: int) -> bytes:
     )
 
 
+def info_facts(info: bytes) -> dict[str, str]:
+    """What ``INFO`` says, by name."""
+    pairs = (line.partition(":") for line in info.decode("utf-8", "replace").splitlines())
+    return {name: value for name, colon, value in pairs if colon}
+
+
 class Reader:
     """Replies from a stream, through a buffer that holds little more than what was asked for."""
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from kvferry.tiers.valkey.jobs import Cause, Job, Verdict
+from kvferry.tiers.valkey.lifetimes import Lifetimes
 from kvferry.tiers.valkey.resp import ErrorKind, ServerError
 from kvferry.tiers.valkey.scout import Scout
 from kvferry.tiers.valkey.settings import ValkeySettings
@@ -28,11 +29,23 @@ _log = logging.getLogger(__name__)
 class Router(threading.Thread):
     """Owns the shards. ``dispatch``, ``retry``, ``redirect`` may be called from any thread."""
 
-    def __init__(self, settings: ValkeySettings, *, tls: Tls | None, topology: tuple[SlotRange, ...]) -> None:
-        """topology: empty for a single server (the first seed)."""
+    def __init__(
+        self,
+        settings: ValkeySettings,
+        *,
+        tls: Tls | None,
+        topology: tuple[SlotRange, ...],
+        lifetimes: Lifetimes | None = None,
+        surveys: bool = True,
+    ) -> None:
+        """topology: empty for a single server (the first seed). lifetimes: to begin with, at every shard.
+
+        surveys: whether to ask servers for their settings now and then.
+        """
         super().__init__(name="kvferry-valkey-router", daemon=True)
         self._settings = settings
         self._tls = tls
+        self._lifetimes = lifetimes
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._ending = threading.Event()
@@ -42,7 +55,7 @@ class Router(threading.Thread):
         self._watching = False  # whether jobs may be waiting, so that they are swept now and then
         self._closed = False
         self._clustered = bool(topology)
-        self._scout = Scout(settings, tls=tls, clustered=self._clustered, territory=self)
+        self._scout = Scout(settings, tls=tls, clustered=self._clustered, surveys=surveys, territory=self)
         self._by_slot: list[Shard] = []
         self._apply(topology or (SlotRange(0, SLOTS - 1, settings.url.seeds[0]),))
 
@@ -120,7 +133,7 @@ class Router(threading.Thread):
         with self._lock:
             shard = self._shards.get(address)
             if shard is None and not self._closed and len(self._shards) < MAX_SHARDS:
-                shard = Shard(address, self._settings, tls=self._tls, routes=self)
+                shard = Shard(address, self._settings, tls=self._tls, routes=self, lifetimes=self._lifetimes)
                 self._shards[address] = shard
             return shard
 

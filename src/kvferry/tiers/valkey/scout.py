@@ -1,7 +1,8 @@
 """The thread that finds things out over the network, so that nothing else waits for the answers.
 
 It probes shards whose breaker is open, one that failed a request, and those that were idle for a while: a
-server that died should cost the next request nothing. It asks for a Cluster's map when a redirect, a lost
+server that died should cost the next request nothing. It looks at their settings now and then.
+It asks for a Cluster's map when a redirect, a lost
 connection or a failed probe says that the old one is wrong.
 """
 
@@ -13,7 +14,7 @@ from typing import Protocol
 
 from kvferry.errors import KvferryError
 from kvferry.tiers.valkey.connection import Connection
-from kvferry.tiers.valkey.resp import ServerError
+from kvferry.tiers.valkey.resp import Reply, ServerError, info_facts
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.shard import Shard
 from kvferry.tiers.valkey.stream import Until
@@ -50,12 +51,19 @@ class Scout(threading.Thread):
     """``want_map``, ``attention`` and ``stop`` may be called from any thread."""
 
     def __init__(
-        self, settings: ValkeySettings, *, tls: Tls | None, clustered: bool, territory: Territory
+        self,
+        settings: ValkeySettings,
+        *,
+        tls: Tls | None,
+        clustered: bool,
+        surveys: bool,
+        territory: Territory,
     ) -> None:
         super().__init__(name="kvferry-valkey-scout", daemon=True)
         self._settings = settings
         self._tls = tls
         self._clustered = clustered
+        self._surveys = surveys
         self._territory = territory
         self._wake = threading.Event()
         self._map_wanted = False
@@ -90,6 +98,8 @@ class Scout(threading.Thread):
     def _pause_s(self) -> float | None:
         now = time.monotonic()
         times = [shard.probe_at() for shard in self._territory.shards]
+        if self._surveys:
+            times += [shard.survey_at() for shard in self._territory.shards]
         if self._map_wanted:
             times.append(self._refreshed_at + MIN_REFRESH_INTERVAL_S)
         return max(min(times) - now, 0.0) if times else None
@@ -100,6 +110,21 @@ class Scout(threading.Thread):
         for shard in self._territory.shards:
             if not self._stopped and shard.needs_probe(time.monotonic()):
                 self._probe(shard)
+            if self._surveys and not self._stopped and time.monotonic() >= shard.survey_at():
+                self._survey(shard)
+
+    def _survey(self, shard: Shard) -> None:
+        """Ask how the server evicts. Whether it answers at all is for requests and probes to find out."""
+        shard.begin_survey()
+        if shard.is_open:
+            return
+        try:
+            info = self._request(shard, b"INFO", deadline=time.monotonic() + IDLE_PROBE_S)
+        except KvferryError as error:
+            _log.debug("no INFO from %s: %s", shard.address, error)
+            return
+        if isinstance(info, bytes):
+            shard.surveyed(info_facts(info))
 
     def _refresh(self) -> None:
         self._map_wanted = False
@@ -146,11 +171,15 @@ class Scout(threading.Thread):
     def _ask_alive(self, shard: Shard, *, deadline: float) -> str:
         """What is wrong with the server; empty if it is well. An error reply, too, is an answer."""
         try:
-            connection = Connection.open(shard.address, self._settings, tls=self._tls, deadline=deadline)
-            try:
-                answer = connection.request(b"PING", patience=Until(deadline))
-            finally:
-                connection.close()
+            answer = self._request(shard, b"PING", deadline=deadline)
         except KvferryError as error:
             return str(error) or type(error).__name__
         return str(answer) if isinstance(answer, ServerError) and answer.code in _UNWELL else ""
+
+    def _request(self, shard: Shard, word: bytes, *, deadline: float) -> Reply:
+        """On a connection of its own. Raises KvferryError if there is no answer."""
+        connection = Connection.open(shard.address, self._settings, tls=self._tls, deadline=deadline)
+        try:
+            return connection.request(word, patience=Until(deadline))
+        finally:
+            connection.close()

@@ -22,6 +22,7 @@ class ValkeySettings:
     connect_s: longest wait for a connection to be made and greeted.
     stall_s: longest time in which nothing moves on a connection that owes a reply.
     idle_s: without an answer for so long a server is asked for one, in the background.
+    survey_s: so often a server is asked for its settings and for how long it keeps values.
     queued_stripes: stripes waiting per shard and kind of work; more are refused.
     protection: of the stored values, by checksum or encryption.
     """
@@ -34,6 +35,7 @@ class ValkeySettings:
     connect_s: float = 1.0
     stall_s: float = 0.5
     idle_s: float = 5.0
+    survey_s: float = 60.0
     queued_stripes: int = 65536
     client_name: str = "kvferry"
     protection: Protection = field(default_factory=Checksums)

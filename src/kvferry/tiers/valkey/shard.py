@@ -3,11 +3,12 @@
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvferry.tiers.breaker import SILENCE, Breaker
 from kvferry.tiers.valkey.jobs import Cause, Job, Verdict
 from kvferry.tiers.valkey.lanes import LANES, Lane, LaneQueue, Routes
+from kvferry.tiers.valkey.lifetimes import Lifetimes, after_info, warning
 from kvferry.tiers.valkey.mover import Mover
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.tls import Tls
@@ -24,14 +25,24 @@ class Shard:
     """One server address: its queues, its breaker, and the threads that serve them."""
 
     def __init__(
-        self, address: Address, settings: ValkeySettings, *, tls: Tls | None, routes: Routes
+        self,
+        address: Address,
+        settings: ValkeySettings,
+        *,
+        tls: Tls | None,
+        routes: Routes,
+        lifetimes: Lifetimes | None = None,
     ) -> None:
+        """lifetimes: as the server's settings are known so far; None: what is written does not expire."""
         self.address = address
         self.settings = settings
         self.tls = tls
         self.routes = routes
         self.generation = 0
         self.last_error = ""
+        self.lifetimes = lifetimes
+        self.warning: str | None = None  # None: its settings were not looked at since the start
+        self._surveyed_at = time.monotonic()
         self._denial = ""
         self._denied_at = 0.0
         self._denials_logged: set[str] = set()
@@ -210,6 +221,19 @@ class Shard:
         self.last_error = message
         with self._lock:
             self._breaker.probe_failed(time.monotonic())
+
+    def survey_at(self) -> float:
+        """When its settings and what they keep are to be looked at again."""
+        return self._surveyed_at + self.settings.survey_s
+
+    def begin_survey(self) -> None:
+        """They are looked at now, whatever comes of it."""
+        self._surveyed_at = time.monotonic()
+
+    def surveyed(self, facts: Mapping[str, str]) -> None:
+        """What ``INFO`` says, by name."""
+        self.lifetimes = after_info(self.lifetimes, facts)
+        self.warning = warning(facts)
 
     def _refuse_questions(self) -> None:
         queue = self._queues[Lane.SMALL]

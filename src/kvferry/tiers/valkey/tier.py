@@ -45,7 +45,13 @@ class ValkeyTier:
         self._settings = settings
         self._suffixes = settings.protection.suffixes
         self._report = report
-        self._router = Router(settings, tls=tls, topology=report.topology)
+        self._router = Router(
+            settings,
+            tls=tls,
+            topology=report.topology,
+            lifetimes=report.lifetimes,
+            surveys=report.informed,
+        )
         self._lock = threading.Lock()
         self._fetched = [0, 0]
         self._stored = [0, 0]
@@ -108,8 +114,9 @@ class ValkeyTier:
 
         operation = Operation(deadline)
         jobs: list[Job] = []
+        ranks = _ranks([item.ref for item in items])
         for index, item in enumerate(items):
-            part = self._part(operation, index, item.ref, report)
+            part = self._part(operation, index, item.ref, report, rank=ranks[index])
             jobs += store_jobs(part, _exactly(item.data, item.ref.nbytes), item.checksums)
         self._router.dispatch_all(jobs)
         return operation
@@ -141,6 +148,15 @@ class ValkeyTier:
         detail["shards"] = " ".join(str(shard.address) for shard in shards)
         if broken:
             detail["breaker_open"] = "; ".join(_complaint(shard) for shard in broken)
+        surveyed = [shard for shard in shards if shard.warning is not None]
+        if surveyed:
+            detail.pop("warning", None)
+        warnings = [_addressed(shard, shard.warning) for shard in surveyed if shard.warning]
+        if warnings:
+            detail["warning"] = "; ".join(warnings)
+        kept = [shard.lifetimes.kept_ms for shard in shards if shard.lifetimes is not None]
+        if any(kept):
+            detail["longest_unused"] = f"{max(kept) / 1000:,.0f} s"
         denials = [_addressed(shard, shard.denial) for shard in shards if shard.denial]
         if denials:
             detail["denied"] = "; ".join(denials)
@@ -188,7 +204,10 @@ class ValkeyTier:
                 ended(parts)
 
         operation = Operation(deadline)
-        parts = [self._part(operation, index, ref, report) for index, ref in enumerate(refs)]
+        ranks = _ranks(refs)
+        parts = [
+            self._part(operation, index, ref, report, rank=ranks[index]) for index, ref in enumerate(refs)
+        ]
         if not parts:
             ended(parts)
             return
@@ -207,9 +226,17 @@ class ValkeyTier:
         )
         self._router.dispatch_all(undo_jobs(undone, part.written))
 
-    def _part(self, operation: Operation, index: int, ref: PartRef, report: Callable[[Part], None]) -> Part:
+    def _part(
+        self,
+        operation: Operation,
+        index: int,
+        ref: PartRef,
+        report: Callable[[Part], None],
+        *,
+        rank: int = 0,
+    ) -> Part:
         jobs = len(stripe_plan(ref.nbytes))
-        return Part(operation, index, ref, jobs=jobs, report=report, suffixes=self._suffixes)
+        return Part(operation, index, ref, jobs=jobs, report=report, suffixes=self._suffixes, rank=rank)
 
     def _count(self, part: Part, counter: list[int] | None) -> None:
         outcome = part.outcome
@@ -222,6 +249,15 @@ class ValkeyTier:
                 self._missed += 1
             else:
                 self._failed[part.cause.value] += 1
+
+
+def _ranks(refs: Sequence[PartRef]) -> list[int]:
+    """For each part how many chunks come before its own. The parts of a chunk come one after another."""
+    ranks: list[int] = []
+    for at, ref in enumerate(refs):
+        same = at > 0 and ref.key.chunk == refs[at - 1].key.chunk
+        ranks.append((ranks[-1] + (not same)) if at else 0)
+    return ranks
 
 
 def _complaint(shard: Shard) -> str:
