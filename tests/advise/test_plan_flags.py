@@ -18,7 +18,7 @@ from tests.advise.plan_made import question, shown
 
 from kvferry.advise.expect import Routing
 from kvferry.advise.plan import make
-from kvferry.advise.workload import Kind, Numbers
+from kvferry.advise.workload import Goal, Kind, Numbers
 from kvferry.config import NODE_SETTINGS, parse_size, parse_valkey
 
 CASES: dict[str, dict[str, Any]] = {
@@ -36,7 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16": {"kind": Kind.RAG, "kv": "bf16"},
     "sparse attention": {"model": "deepseek-v3.2", "gpu": "b200", "weights_dtype": "fp8", "kind": Kind.AGENT},
     "hybrid": {"model": "qwen3-next-80b-a3b", "kind": Kind.AGENT, "numbers": Numbers(conversations=500)},
-    "quick and shared": {"model": "llama-3.3-70b", "kind": Kind.CHAT, "numbers": Numbers(conversations=9000)},
+    "quick and shared": {"kind": Kind.AGENT, "goal": Goal.LATENCY},
 }
 SGLANG = """
 import argparse, json, sys

@@ -1,0 +1,150 @@
+"""What a plan expects, recomputed by hand: queues, loads, long gaps, purchases, traffic, ranks."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from tests.advise.plan_made import PRICES, question, shown
+
+from kvferry.advise.expect import Keeps
+from kvferry.advise.plan import make
+from kvferry.advise.settings import context_of
+from kvferry.advise.speed import HOST_BYTES_S, decode_step_s, prefill_s
+from kvferry.advise.workload import Goal, Kind, Numbers
+from kvferry.cli.plan_trace import from_document
+
+
+def test_a_tenth_on_top_of_the_p99_decides_where_it_must() -> None:
+    assert context_of(11_500, 500, 0) == 16_384
+
+
+def test_one_kind_of_request_waits_as_in_a_queue_with_a_fixed_service_time() -> None:
+    plan = make(question(kind=Kind.ONE_SHOT))
+    found = plan.expected[0]
+    rate = plan.load.requests_s / plan.served.replicas
+    service = found.times.prefill_s if found.times else 0
+    assert found.times and found.ttft_s
+    assert found.times.wait_s == pytest.approx(rate * service**2 / (2 * (1 - rate * service)))
+    assert found.ttft_s == pytest.approx(service + found.times.wait_s)
+
+
+def test_prefill_is_a_mean_of_what_finds_its_prefix_and_what_does_not() -> None:
+    plan = make(question(kind=Kind.AGENT))
+    load, compute = plan.load, plan.served.compute
+    assert compute is not None
+    for found in plan.expected:
+        share = found.hit_rate / (1 - load.new_tokens / load.context_p50)
+        warm = prefill_s(compute, load.new_tokens, load.context_p50 - load.new_tokens)
+        expected = share * warm + (1 - share) * prefill_s(compute, load.context_p50)
+        assert found.times and found.times.prefill_s == pytest.approx(expected)
+
+
+def test_busy_is_prefill_and_decode_in_full_batches_and_its_inverse_the_most_requests() -> None:
+    plan = make(question(kind=Kind.AGENT))
+    served, load = plan.served, plan.load
+    batch = served.in_flight(load.context_p50 + load.output_tokens)
+    assert served.compute is not None and batch < 256
+    step = decode_step_s(served.compute, batch, served.gpu_bytes(load.context_p50 + load.output_tokens / 2))
+    for found in plan.expected:
+        assert found.times and found.busy and found.most_requests_s
+        each = found.times.prefill_s + load.output_tokens * step / batch
+        assert found.busy == pytest.approx(load.requests_s / 2 * each)
+        assert found.most_requests_s == pytest.approx(2 / each)
+
+
+def test_answers_in_flight_obey_littles_law() -> None:
+    plan = make(question(kind=Kind.AGENT))
+    for found in plan.expected:
+        assert found.times and found.stream_tokens_s
+        tokens_s = plan.load.requests_s / 2 * plan.load.output_tokens
+        assert found.times.batch == pytest.approx(max(1.0, tokens_s / found.stream_tokens_s), rel=1e-3)
+
+
+def test_loads_from_the_tier_stretch_with_the_share_that_hosts_take_in() -> None:
+    plan = make(question(kind=Kind.AGENT))
+    found = plan.expected[2]
+    far = found.hit_rate - plan.expected[1].hit_rate
+    size = plan.served.copy_bytes(plan.load.context_p50)
+    assert plan.intake == pytest.approx(
+        plan.load.requests_s * far * size / (plan.served.hosts * HOST_BYTES_S)
+    )
+    assert 0 < plan.intake < 0.95
+    assert found.times
+    assert found.times.load_s == pytest.approx(plan.link.seconds(size * far) / (1 - plan.intake))
+
+
+def test_a_fifth_of_the_reuse_is_lost_to_hosts_where_users_come_back_after_days() -> None:
+    near, far = (make(question(kind=Kind.RAG, numbers=Numbers(resume_h=hours))) for hours in (0, 48))
+    assert far.expected[1].hit_rate == pytest.approx(0.8 * near.expected[1].hit_rate)
+    assert far.expected[2].hit_rate == pytest.approx(near.expected[2].hit_rate)
+    assert "20% of the reuse is by users who come back after hours" in " ".join(shown(far)["assumptions"])
+    told = make(question(kind=Kind.RAG, numbers=Numbers(resume_h=48, resume_share=0.5)))
+    assert told.expected[1].hit_rate == pytest.approx(0.5 * near.expected[1].hit_rate)
+
+
+def test_gpus_that_the_load_would_need_beyond_the_fleet_are_purchases_put_off() -> None:
+    plan = make(question(gpu="a100", kind=Kind.AGENT))
+    before, after = (found.busy or 0 for found in plan.expected[1:])
+    assert before > 1 > after
+    assert plan.verdict.deal.deferred_usd_month == pytest.approx((before - 1) * 8 * 3.0 * 730)
+    assert make(question(kind=Kind.CHAT)).verdict.deal.deferred_usd_month == 0
+
+
+def test_another_zone_costs_every_byte_loaded_and_stored() -> None:
+    plan = make(question(kind=Kind.AGENT))
+    month = plan.load.requests_s * 730 * 3600
+    moved = month * plan.served.copy_bytes(plan.load.context_p50) * (1 - plan.expected[1].hit_rate)
+    assert plan.zone_usd_month == pytest.approx(moved / 1e9 * 0.02)
+    free = make(question(kind=Kind.AGENT, prices=replace(PRICES, zone_usd_gb=0.0)))
+    assert free.zone_usd_month == 0
+
+
+def test_as_many_ranks_are_taken_as_hold_four_of_the_longest() -> None:
+    plan = make(question("qwen3-32b", kind=Kind.CHAT))
+    alone = make(question("qwen3-32b", kind=Kind.CHAT, tensor=1)).served
+    longest = plan.load.context_p99 + plan.load.output_tokens
+    assert 1 <= alone.in_flight(longest) < 4
+    assert plan.served.tensor == 2 and plan.served.in_flight(longest) >= 4
+
+
+def test_sglang_waits_for_pages_where_throughput_counts_and_its_memory_is_given_per_rank() -> None:
+    hurried = make(question(kind=Kind.AGENT, goal=Goal.LATENCY))
+    for plan, policy in ((hurried, "best_effort"), (make(question(kind=Kind.AGENT)), "wait_complete")):
+        assert plan.settings.shared
+        arguments = shown(plan)["flags"]["sglang"]["arguments"]
+        assert arguments[arguments.index("--hicache-storage-prefetch-policy") + 1] == policy
+        assert arguments[arguments.index("--hicache-size") + 1] == str(
+            plan.settings.offload_bytes // 4 // 10**9
+        )
+
+
+def test_the_gap_of_a_trace_is_the_one_within_which_nearly_all_reuse_lies() -> None:
+    gaps = {"within": [{"gap_s": 1, "share": 0.5}, {"gap_s": 60, "share": 0.96}], "longest_s": 99}
+    found = {
+        "traffic": {
+            "requests": 10,
+            "span_s": 10,
+            "input_tokens": 1000,
+            "input_quantiles": {"p50": 90, "p99": 200},
+            "output_quantiles": {"p50": 5},
+        },
+        "reuse": {
+            "conversations": {"number": 5, "growth_tokens": {"p50": 25}},
+            "by_capacity": [
+                {"tokens": 100, "lru": {"last_half": 0.3}},
+                {"tokens": 200, "lru": {"last_half": 0.2}},
+            ],
+            "gaps": gaps,
+        },
+    }
+    numbers, curve, _ = from_document(found, name="x")
+    assert numbers == Numbers(90, 200, 100, 20, 5, 2, 60, None, 1, None, 0)
+    assert curve is not None and curve.points == ((100, 0.3), (200, 0.3))
+    gaps["within"] = [{"gap_s": 1, "share": 0.5}]
+    gaps["longest_s"] = 7200
+    assert from_document(json.loads(json.dumps(found)), name="x")[0].resume_h == 2
+
+
+def test_rows_are_named_by_where_kv_is_kept() -> None:
+    plan = make(question(kind=Kind.AGENT))
+    assert [found.keeps for found in plan.expected] == list(Keeps)
