@@ -100,7 +100,12 @@ def _reuse(plan: Plan) -> Advice:
     why.append("Put what changes last in the prompt: `kvferry analyze` shows what breaks prefixes.")
     if load.kind is Kind.AGENT:
         why.append(
-            "An agent's turn is nearly all prefix: hit rate is the number to watch, after cold starts."
+            "An agent's turn is nearly all prefix: hit rate is the number to watch, after cold starts. Agents that "
+            "branch suit SGLang's radix tree."
+        )
+    if plan.served.windows:
+        why.append(
+            "Layers with a window reuse what lies in it: a prefix ends where every kind of layer can go on."
         )
     return Advice("reuse", tuple(sets), tuple(why))
 
@@ -147,27 +152,29 @@ def _tiering(plan: Plan) -> Advice:
         )
         why.append(
             "The pool of kvferry is the host tier, one for all engines of a host: "
-            f"{gb(settings.offload_bytes * served.on_host)} there. (Without "
-            f"it: vLLM's own offloading of {gb(settings.offload_bytes)} with blocks of {block} tokens, for "
-            "each engine alone.)"
+            f"{gb(settings.offload_bytes * served.on_host)} there. (Without it: vLLM's own offloading of "
+            f"{gb(settings.offload_bytes)} with blocks of {block} tokens, for each engine alone.)"
         )
     elif settings.pool:
         sets = (f"host pool {gb(settings.offload_bytes)} per replica",)
         why.append(
             f"Turns go anywhere, so one pool for the {served.on_host} engines of a host, kvferry's node "
-            "without "
-            f"Valkey, finds what any of them computed: {percent(plan.expected[1].hit_rate)} of the input."
+            f"without Valkey, finds what any of them computed: {percent(plan.expected[1].hit_rate)} of the "
+            "input."
         )
     else:
         sets = (f"CPU tier {gb(settings.offload_bytes)} per replica", f"offload blocks of {block} tokens")
         why.append(
             f"Host memory finds {percent(plan.expected[1].hit_rate)} of the input: {gb(working)} and "
-            f"{100 * (HOST_HEADROOM - 1):.0f}%, at most what is given (--host-memory)."
+            f"{100 * (HOST_HEADROOM - 1):.0f}%, at most what is given (--host-memory).",
+        )
+        why.append(
+            "A request with kv_transfer_params max_load_tokens 0 loads nothing: for prompts that never return."
         )
         if served.on_host > 1:
             why.append(
-                "Where turns cannot be routed, a node without Valkey (`kvferry node --pool`) shares one pool "
-                "among the engines of a host (--routing round-robin)."
+                "Where turns cannot be routed, a node without Valkey (`kvferry node --pool`) shares one "
+                "pool among the engines of a host (--routing round-robin)."
             )
     return Advice("tiering", sets, tuple(why))
 
