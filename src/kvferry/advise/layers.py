@@ -77,8 +77,8 @@ def _sizing(plan: Plan) -> Advice:
             "Raise utilisation in steps of 0.01 until a start fails, then take one back. Preemptions "
             "(vllm:num_preemptions_total) mean too little KV: fewer sequences or batched tokens, or more "
             "ranks.",
-            "vLLM's start-up log names a value for --kv-cache-memory-bytes: it skips profiling at the next start, "
-            "and holds for that GPU with as much of it free.",
+            "vLLM's start-up log names a value for --kv-cache-memory-bytes: it skips profiling at the next "
+            "start, and holds for that GPU with as much of it free.",
         ),
     )
 
@@ -102,8 +102,8 @@ def _reuse(plan: Plan) -> Advice:
     why.append("Put what changes last in the prompt: `kvferry analyze` shows what breaks prefixes.")
     if load.kind is Kind.AGENT:
         why.append(
-            "An agent's turn is nearly all prefix: hit rate is the number to watch, after cold starts. Agents "
-            "that branch suit SGLang's radix tree."
+            "An agent's turn is nearly all prefix: hit rate is the number to watch, after cold starts. "
+            "Agents that branch suit SGLang's radix tree."
         )
     if plan.served.windows:
         why.append(
