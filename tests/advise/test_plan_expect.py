@@ -145,6 +145,23 @@ def test_the_gap_of_a_trace_is_the_one_within_which_nearly_all_reuse_lies() -> N
     assert from_document(json.loads(json.dumps(found)), name="x")[0].resume_h == 2
 
 
+def test_a_fall_of_the_hit_rate_from_90_to_60_percent_is_four_times_the_prefill() -> None:
+    high, low = (
+        make(question(kind=Kind.RAG, numbers=Numbers(reuse=reuse))).expected[2].computed_tokens_s
+        for reuse in (0.9, 0.6)
+    )
+    assert low / high == pytest.approx(4)
+
+
+def test_a_trace_that_does_not_say_what_is_shared_is_said_to_say_nothing_about_it() -> None:
+    numbers = Numbers(context_p50=1000, context_p99=4000, output_tokens=100, requests_s=2)
+    plan = make(question(measured=(numbers, None, "trace x")))
+    assert plan.load.reuse == 0
+    assert "does not say which prompts share" in " ".join(shown(plan)["assumptions"])
+    told = make(question(measured=(numbers, None, "trace x"), numbers=Numbers(reuse=0.5, gap_s=60)))
+    assert told.load.reuse == 0.5 and told.load.turns > 1
+
+
 def test_rows_are_named_by_where_kv_is_kept() -> None:
     plan = make(question(kind=Kind.AGENT))
     assert [found.keeps for found in plan.expected] == list(Keeps)

@@ -161,9 +161,8 @@ def _rates(plan: Plan) -> list[str]:
             f"{times.prefill_s:.3f} s + {decode}); most = {served.replicas} / that sum = "
             f"{found.most_requests_s:,.3g} requests/s",
             f"{name}: stream = (1 - {rate * times.prefill_s:.3f} of the time for prefill) / step of "
-            f"{times.step_s:.4f} s with {times.batch:,.1f} at once; TTFT = prefill + load "
-            f"{times.load_s:.3f} s + "
-            f"wait {times.wait_s:.3f} s"
+            f"{times.step_s:.4f} s with {times.batch:,.1f} at once; TTFT = prefill + load {times.load_s:.3f} "
+            f"s + wait {times.wait_s:.3f} s"
             if found.ttft_s is not None
             else f"{name}: more is asked for than can be served: the queue grows",
         ]
@@ -192,10 +191,15 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
         f"either way elsewhere. Loads: within 2% of three published points, {100 * LOAD_ERROR:.0f}% "
         "elsewhere. A benchmark of your model settles it (--prefill-tokens-s)."
     )
+    if plan.question.measured is not None and plan.question.measured[1] is None:
+        found.append(
+            "The trace does not say which prompts share content, so its reuse is unknown: what is said of "
+            "it follows from --turns, --new-tokens and --reuse, and is none where those are not given."
+        )
     found.append(
         "Hit rates by capacity take reuse as spread evenly over what comes back. In strict rotation a cache "
         "that is too small finds nothing; with favourites it finds more."
-        if plan.question.measured is None
+        if plan.question.measured is None or plan.question.measured[1] is None
         else "Hit rates by capacity are those of LRU on the trace, over its last half."
     )
     found.append(

@@ -77,7 +77,7 @@ def _sizing(plan: Plan) -> Advice:
             "Raise utilisation in steps of 0.01 until a start fails, then take one back. Preemptions "
             "(vllm:num_preemptions_total) mean too little KV: fewer sequences or batched tokens, or more "
             "ranks.",
-            "vLLM's start-up log names a value for --kv-cache-memory-bytes: it skips profiling at the next "
+            "At start-up vLLM logs a value for --kv-cache-memory-bytes: it skips profiling at the next "
             "start, and holds for that GPU with as much of it free.",
         ),
     )
