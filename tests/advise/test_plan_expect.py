@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.advise.plan_made import PRICES, question, shown
@@ -11,7 +12,7 @@ from kvferry.advise.plan import make
 from kvferry.advise.settings import context_of
 from kvferry.advise.speed import HOST_BYTES_S, decode_step_s, prefill_s
 from kvferry.advise.workload import Goal, Kind, Numbers
-from kvferry.cli.plan_trace import from_document
+from kvferry.cli.plan_trace import from_document, read_trace
 
 
 def test_a_tenth_on_top_of_the_p99_decides_where_it_must() -> None:
@@ -118,7 +119,8 @@ def test_sglang_waits_for_pages_where_throughput_counts_and_its_memory_is_given_
         )
 
 
-def test_the_gap_of_a_trace_is_the_one_within_which_nearly_all_reuse_lies() -> None:
+def test_a_trace_says_how_long_a_conversation_is_kept_after_a_turn_and_when_it_is_dropped() -> None:
+    """Dropped after 60 s, within which 96% lie: half of the turns are the last of two."""
     gaps = {"within": [{"gap_s": 1, "share": 0.5}, {"gap_s": 60, "share": 0.96}], "longest_s": 99}
     found = {
         "traffic": {
@@ -138,7 +140,9 @@ def test_the_gap_of_a_trace_is_the_one_within_which_nearly_all_reuse_lies() -> N
         },
     }
     numbers, curve, _ = from_document(found, name="x")
-    assert numbers == Numbers(90, 200, 100, 20, 5, 2, 60, None, 1, None, 0)
+    mean = 1 * (1 + 0.5) / 2 + 59 * (0.5 + 0.04) / 2
+    assert numbers.gap_s == pytest.approx(mean / 2 + 60 / 2)
+    assert replace(numbers, gap_s=None) == Numbers(90, 200, 100, 20, 5, 2, None, None, 1, None, 0)
     assert curve is not None and curve.points == ((100, 0.3), (200, 0.3))
     gaps["within"] = [{"gap_s": 1, "share": 0.5}]
     gaps["longest_s"] = 7200
@@ -151,6 +155,30 @@ def test_a_fall_of_the_hit_rate_from_90_to_60_percent_is_four_times_the_prefill(
         for reuse in (0.9, 0.6)
     )
     assert low / high == pytest.approx(4)
+
+
+def test_sessions_with_clocks_of_their_own_say_what_is_shared_and_not_how_much_at_a_time(
+    tmp_path: Path,
+) -> None:
+    """Replayed one after another they need next to no memory, which says nothing of a fleet."""
+    session = {
+        "id": "s",
+        "block_size": 64,
+        "requests": [
+            {"t": 20.0 * turn, "in": 64 * (20 + 4 * turn), "out": 50, "hash_ids": list(range(20 + 4 * turn))}
+            for turn in range(12)
+        ],
+    }
+    file = tmp_path / "agents.jsonl"
+    file.write_text("\n".join(json.dumps({**session, "id": f"s{number}"}) for number in range(30)))
+    numbers, curve, _ = read_trace(file)
+    assert curve is None
+    assert numbers.reuse is not None and numbers.reuse > 0.8
+    assert numbers.requests_s is None
+    measured = (replace(numbers, requests_s=40), None, "trace x")
+    plan = make(question(measured=measured, gpus=16))
+    assert plan.tier.peak_bytes > 40 * 10 * plan.served.copy_bytes(plan.load.context_p50)
+    assert "clocks of their own" in " ".join(shown(plan)["assumptions"])
 
 
 def test_a_trace_that_does_not_say_what_is_shared_is_said_to_say_nothing_about_it() -> None:

@@ -191,7 +191,13 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
         f"either way elsewhere. Loads: within 2% of three published points, {100 * LOAD_ERROR:.0f}% "
         "elsewhere. A benchmark of your model settles it (--prefill-tokens-s)."
     )
-    if plan.question.measured is not None and plan.question.measured[1] is None:
+    measured = plan.question.measured
+    if measured is not None and measured[1] is None and load.origin["reuse"] == measured[2]:
+        found.append(
+            "The trace's sessions have clocks of their own: how many run at once is not in it, and follows "
+            "from requests a second and from how long a conversation is kept after each turn."
+        )
+    elif measured is not None and measured[1] is None:
         found.append(
             "The trace does not say which prompts share content, so its reuse is unknown: what is said of "
             "it follows from --turns, --new-tokens and --reuse, and is none where those are not given."
@@ -199,7 +205,7 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
     found.append(
         "Hit rates by capacity take reuse as spread evenly over what comes back. In strict rotation a cache "
         "that is too small finds nothing; with favourites it finds more."
-        if plan.question.measured is None or plan.question.measured[1] is None
+        if measured is None or measured[1] is None
         else "Hit rates by capacity are those of LRU on the trace, over its last half."
     )
     found.append(

@@ -1,6 +1,7 @@
 """A trace as a workload: from the document that ``kvferry analyze --json`` wrote, or from a log itself."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,12 @@ def analysed(path: Path) -> dict[str, Any]:
 def from_document(found: dict[str, Any], *, name: str) -> Measured:
     """The numbers that it has, and the reuse by capacity. Raises MisconfiguredError where it is none."""
     try:
-        return _numbers(found["traffic"], found["reuse"]), _curve(found["reuse"]), name
+        numbers = _numbers(found["traffic"], found["reuse"])
+        curve = _curve(found["reuse"])
+        if curve is not None and found["traffic"]["span_s"] is None:
+            # Sessions with clocks of their own were replayed one by one: a capacity of that means nothing.
+            return replace(numbers, reuse=curve.most), None, name
+        return numbers, curve, name
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise MisconfiguredError(
             f"--trace: {name} is no document of this version's `kvferry analyze --json`: {error!r} is wrong"
@@ -95,9 +101,11 @@ def _numbers(traffic: dict[str, Any], reuse: dict[str, Any] | None) -> Numbers:
     if growth:
         new = _number(growth["p50"]) - (numbers["output_tokens"] or 0.0)
         numbers["new_tokens"] = max(1.0, min(new, middle, mean))
-    gap = _gap(reuse["gaps"])
-    if gap is not None:
-        numbers |= {"gap_s": gap, "resume_h": gap / 3600 if gap >= 3600 else 0.0}
+    window = _window(reuse["gaps"])
+    if window is not None:
+        turns = numbers["turns"] or 1.0
+        kept = _mean_gap(reuse["gaps"]["within"], window) * (turns - 1) / turns + window / turns
+        numbers |= {"gap_s": kept, "resume_h": window / 3600 if window >= 3600 else 0.0}
     return Numbers(**numbers)
 
 
@@ -114,7 +122,21 @@ def _curve(reuse: dict[str, Any] | None) -> ReuseCurve | None:
     return ReuseCurve(tuple(points)) if points else None
 
 
-def _gap(gaps: dict[str, Any] | None) -> float | None:
+def _mean_gap(within: list[dict[str, Any]], window: float) -> float:
+    """Seconds until a conversation goes on, or until it is dropped after ``window``: gaps lie evenly between
+    those that are known."""
+    total = before = 0.0
+    waiting = 1.0
+    for row in within:
+        gap, left = _number(row["gap_s"]), 1 - _number(row["share"], most=1.0)
+        if gap > window:
+            break
+        total += (gap - before) * (waiting + left) / 2
+        before, waiting = gap, left
+    return total + max(0.0, window - before) * waiting
+
+
+def _window(gaps: dict[str, Any] | None) -> float | None:
     """The shortest of the gaps within which nearly all reuse lies."""
     if gaps is None:
         return None
