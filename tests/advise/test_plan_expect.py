@@ -11,7 +11,7 @@ from kvferry.advise.expect import Keeps
 from kvferry.advise.plan import make
 from kvferry.advise.settings import context_of
 from kvferry.advise.speed import HOST_BYTES_S, decode_step_s, prefill_s
-from kvferry.advise.workload import Goal, Kind, Numbers
+from kvferry.advise.workload import Goal, Kind, Numbers, ReuseCurve
 from kvferry.cli.plan_trace import from_document, read_trace
 
 
@@ -188,6 +188,20 @@ def test_a_trace_that_does_not_say_what_is_shared_is_said_to_say_nothing_about_i
     assert "does not say which prompts share" in " ".join(shown(plan)["assumptions"])
     told = make(question(measured=(numbers, None, "trace x"), numbers=Numbers(reuse=0.5, gap_s=60)))
     assert told.load.reuse == 0.5 and told.load.turns > 1
+
+
+def test_at_twice_the_requests_of_a_trace_the_same_reuse_takes_twice_the_memory() -> None:
+    numbers = Numbers(
+        context_p50=1000, context_p99=4000, output_tokens=100, new_tokens=100, turns=9, requests_s=2, gap_s=60
+    )
+    curve = ReuseCurve(((1e6, 0.2), (5e6, 0.8)))
+    once, twice = (
+        make(question(measured=(numbers, curve, "trace x"), numbers=said)).load
+        for said in (Numbers(), Numbers(requests_s=4))
+    )
+    assert once.curve == curve
+    assert twice.curve.points == ((2e6, 0.2), (1e7, 0.8))
+    assert twice.origin["reuse"] == "trace x, its capacities x 2 as its requests"
 
 
 def test_rows_are_named_by_where_kv_is_kept() -> None:

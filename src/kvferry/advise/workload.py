@@ -168,7 +168,14 @@ def complete(
     if curve is None:
         curve = ReuseCurve(((max(1.0, known["conversations"] * known["grown_tokens"]), known["reuse"]),))
     elif given.reuse is None:
-        known["reuse"], origin["reuse"] = curve.most, measured[2] if measured else ""
+        name = measured[2] if measured else ""
+        known["reuse"], origin["reuse"] = curve.most, name
+        times = known["requests_s"] / trace.requests_s if trace.requests_s else 1.0
+        if not math.isclose(
+            times, 1.0
+        ):  # busier by so much, everything that is used again is spread so much wider
+            curve = ReuseCurve(tuple((tokens * times, share) for tokens, share in curve.points))
+            origin["reuse"] = f"{name}, its capacities x {times:.3g} as its requests"
     return Workload(
         kind=kind,
         goal=goal or GOALS.get(kind, Goal.THROUGHPUT),
