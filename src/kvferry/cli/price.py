@@ -153,11 +153,7 @@ def render(deal: Deal, found: Answer) -> str:
         blocks.append("\n".join(labelled("No", f"{reason.value}.") for reason in found.reasons))
     else:
         blocks.append(labelled("Yes", f"it brings {usd(found.net_usd)} a month more than it costs."))
-    even = (
-        "no hit rate"
-        if found.break_even is None
-        else f"hit rate {100 * found.break_even:.1f}%"
-    )
+    even = "no hit rate" if found.break_even is None else f"hit rate {100 * found.break_even:.1f}%"
     points = 100 * (deal.hit_rate - deal.own_hit_rate)
     blocks.append(
         labelled(
