@@ -41,7 +41,7 @@ def sentence(text: str) -> str:
 
 def _architecture(plan: Plan) -> Advice:
     served = plan.served
-    per_token = served.copy_bytes(plan.load.grown_tokens) / plan.load.grown_tokens
+    per_token = served.copy_bytes(plan.load.grown_tokens) / max(1, round(plan.load.grown_tokens))
     return Advice(
         "architecture",
         (f"TP {served.tensor}, {served.replicas} replica{'s' if served.replicas > 1 else ''}",),
