@@ -171,9 +171,8 @@ def complete(
         name = measured[2] if measured else ""
         known["reuse"], origin["reuse"] = curve.most, name
         times = known["requests_s"] / trace.requests_s if trace.requests_s else 1.0
-        if not math.isclose(
-            times, 1.0
-        ):  # busier by so much, everything that is used again is spread so much wider
+        if not math.isclose(times, 1.0):
+            # A fleet that is busier than its trace holds more before a prefix comes back, in proportion.
             curve = ReuseCurve(tuple((tokens * times, share) for tokens, share in curve.points))
             origin["reuse"] = f"{name}, its capacities x {times:.3g} as its requests"
     return Workload(
@@ -263,11 +262,11 @@ def _fill(known: dict[str, float], origin: dict[str, str], given: Numbers, *, me
         put("requests_s", known["conversations"] / gap, "conversations / gap")
     if known["requests_s"] <= 0:
         raise MisconfiguredError("nobody asks for anything: give --requests-s, or more --conversations")
-    put("gap_s", 0.0 if turns <= 1 else known.get("conversations", 0.0) / known["requests_s"],
-        "conversations / requests a second")  # fmt: skip
-    put(
-        "conversations", known["requests_s"] * known["gap_s"] if turns > 1 else 0.0, "requests a second x gap"
-    )
+    requests_s = known["requests_s"]
+    gap_s = known.get("conversations", 0.0) / requests_s if turns > 1 else 0.0
+    put("gap_s", gap_s, "conversations / requests a second")
+    going_on = requests_s * known["gap_s"] if turns > 1 else 0.0
+    put("conversations", going_on, "requests a second x gap")
     if not math.isfinite(sum(known.values())):
         raise MisconfiguredError("a number of the workload is not finite")
 
