@@ -1,0 +1,299 @@
+"""What the threads of a disk tier do: readers, writers, a janitor for segments, a clock for deadlines.
+
+The clock thread never touches the disk, so that what waits ends on time whatever the disk does.
+"""
+
+import errno
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from functools import partial
+
+from kvferry.errors import CorruptError
+from kvferry.identity.names import PartRef
+from kvferry.tiers.breaker import SILENCE
+from kvferry.tiers.contract import Outcome
+from kvferry.tiers.disk.books import FULL_S, Books, is_full
+from kvferry.tiers.disk.files import Buffers, SegmentFiles
+from kvferry.tiers.disk.format import BLOCK_BYTES, pack_segment, record_bytes
+from kvferry.tiers.disk.records import RecordIO
+from kvferry.tiers.disk.segments import Reservation, Step, StepKind
+from kvferry.tiers.disk.work import Removal, Report
+
+log = logging.getLogger("kvferry.tiers.disk")
+
+
+def read_parts(books: Books, files: SegmentFiles) -> None:
+    """A reader: until the tier is closed."""
+    records = RecordIO(files)
+    while (taken := books.take_read()) is not None:
+        item, place = taken
+        found: tuple[bytes, ...] | None = None
+        error: OSError | None = None
+        try:
+            found = records.read(place, item.ref, item.memory)
+        except CorruptError as damage:
+            log.debug("%s", damage)
+        except Exception as failure:  # noqa: BLE001
+            error = _as_os_error(failure)
+        call(books.read_ended(item, place, found, error))
+        del item, taken  # so that no memory of a caller is held while there is nothing to do
+
+
+def write_parts(books: Books, files: SegmentFiles) -> None:
+    """A writer: until the tier is closed."""
+    records = RecordIO(files)
+    while (taken := books.take_write()) is not None:
+        item, reservation = taken
+        error: OSError | None = None
+        try:
+            records.write(reservation, item.memory, item.checksums)
+        except Exception as failure:  # noqa: BLE001
+            error = _as_os_error(failure)
+        call(books.write_ended(item, reservation, error))
+        del item, taken
+
+
+def keep_time(books: Books) -> None:
+    """Ends what waited too long, tells callers, and notices a disk that does not answer."""
+    while True:
+        with books.lock:
+            now = time.monotonic()
+            if books.stalled(now):
+                stall_s = books.settings.stall_s
+                books.went_wrong(OSError(errno.ETIMEDOUT, f"no answer within {stall_s:.1f} s"), SILENCE)
+            reports = [*books.told, *books.overdue(now)]
+            books.told.clear()
+            if not reports:
+                if books.ended:
+                    return
+                books.clock_until = books.next_due(now)
+                books.clock.wait(min(books.clock_until - now, 3600.0))
+                books.clock_until = 0.0
+        for report in reports:
+            call(report)
+
+
+class _Watched:
+    """Files whose every read and write is expected to end soon."""
+
+    def __init__(self, books: Books, files: SegmentFiles) -> None:
+        self._books = books
+        self._files = files
+
+    def read(self, number: int, buffers: Buffers, offset: int) -> int:
+        with self._books.watch(sum(buffer.nbytes for buffer in buffers)):
+            return self._files.read(number, buffers, offset)
+
+    def write(self, number: int, buffers: Buffers, offset: int) -> int:
+        with self._books.watch(sum(buffer.nbytes for buffer in buffers)):
+            return self._files.write(number, buffers, offset)
+
+
+class Janitor:
+    """Begins and evicts segments, writes down removals, and tries a disk that failed."""
+
+    def __init__(self, books: Books, files: SegmentFiles) -> None:
+        self._books = books
+        self._files = files
+        self._records = RecordIO(_Watched(books, files))
+        self._grow_at = 0.0
+        self._rest_until = 0.0
+
+    def run(self) -> None:
+        """Until the tier is closed."""
+        while (task := self._next_task()) is not None:
+            try:
+                task()
+            except Exception as failure:  # noqa: BLE001
+                error = _as_os_error(failure)
+                with self._books.lock:
+                    if is_full(error):
+                        self._has_no_room(error)
+                    else:
+                        self._books.went_wrong(error, SILENCE)
+
+    def _next_task(self) -> Callable[[], None] | None:
+        books = self._books
+        with books.lock:
+            while not books.closed:
+                now = time.monotonic()
+                if books.breaker.is_open:
+                    if books.breaker.probe_due(now):
+                        return self._try_out
+                    books.janitor.wait((books.breaker.next_probe_at() or now) - now)
+                    continue
+                if now < self._rest_until:
+                    books.janitor.wait(self._rest_until - now)
+                    continue
+                step = self._step(now)
+                if step is not None and (not books.log.writable or not books.removals):
+                    return partial(self._do, step)
+                if books.removals:
+                    return partial(self._mark, books.removals[0])
+                waiting = books.log.leaving or not books.log.may_grow
+                books.janitor.wait(0.05 if waiting else None)
+            return None
+
+    def _step(self, now: float) -> Step | None:
+        books = self._books
+        if now >= self._grow_at:
+            books.log.may_grow = True
+        step = books.log.next_step()
+        stuck = step is None and not books.log.writable and not books.log.leaving
+        if stuck and not books.stuck:
+            books.writers.notify_all()
+        books.stuck = stuck
+        return step
+
+    def _has_no_room(self, error: OSError) -> None:
+        """Of a file system that makes room as it is written to: nothing is written for a while."""
+        self._rest_until = self._books.full_until = time.monotonic() + FULL_S
+        self._books.last_error = str(error)
+        self._books.writers.notify_all()
+
+    def _do(self, step: Step) -> None:
+        match step.kind:
+            case StepKind.ALLOCATE:
+                self._allocate(step.segment)
+            case StepKind.BEGIN:
+                self._begin(step.segment)
+            case StepKind.EVICT:
+                self._evict(step.segment)
+            case StepKind.RETIRE:
+                self._retire(step.segment)
+
+    def _allocate(self, number: int) -> None:
+        books = self._books
+        try:
+            self._files.allocate(number, books.log.segment_bytes)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            with books.lock:
+                books.log.may_grow = False
+                self._grow_at = time.monotonic() + FULL_S
+                books.last_error = str(error)
+            return
+        with books.lock:
+            books.log.allocated(number)
+
+    def _begin(self, number: int) -> None:
+        books = self._books
+        with books.lock:
+            head = books.log.next_head(secrets.randbits(64))
+        self._records.write_block(number, pack_segment(head))
+        with books.lock:
+            books.log.begin(number, head)
+            books.stuck = False
+            books.writers.notify_all()
+
+    def _retire(self, number: int) -> None:
+        books = self._books
+        with books.lock:
+            if not books.log.retire(number):
+                return
+        self._records.write_block(number, bytes(BLOCK_BYTES))
+        with books.lock:
+            books.log.retired(number)
+
+    def _evict(self, number: int) -> None:
+        """Carry over what is used, then let the rest go."""
+        books = self._books
+        with books.lock:
+            hot = books.log.worth_carrying(number)
+        for ref in hot:
+            if not self._carry(ref):
+                break
+        with books.lock:
+            if not books.breaker.is_open and not books.closed:
+                books.counts.evicted_parts += books.log.vacate(number)
+
+    def _carry(self, ref: PartRef) -> bool:
+        """Whether another may be tried."""
+        books = self._books
+        with books.lock:
+            place = books.log.pin(ref) if not books.closed else None
+        if place is None:
+            return not books.closed
+        try:
+            data, checksums = self._records.read_whole(place, ref)
+        except CorruptError:
+            with books.lock:
+                books.log.unpin(place)
+                return True  # it goes with its segment
+        except OSError:
+            with books.lock:
+                books.log.unpin(place)
+            raise
+        with books.lock:
+            books.log.unpin(place)
+            if not books.log.lies_at(ref, place):
+                return True  # it was removed meanwhile
+            reservation = books.log.reserve(ref, carried=True)
+        if not isinstance(reservation, Reservation):
+            return False
+        try:
+            self._records.write(reservation, data, checksums)
+        except OSError as error:
+            with books.lock:
+                books.log.abandon(reservation)
+                if not is_full(error):
+                    raise
+                return False
+        with books.lock:
+            books.committed(reservation)
+            books.counts.written_bytes += record_bytes(ref.nbytes)
+            books.counts.carried_bytes += record_bytes(ref.nbytes)
+        return True
+
+    def _mark(self, removal: Removal) -> None:
+        """Failed or not, it is over: a part that is found again after a restart is verified like any."""
+        books = self._books
+        ending: Outcome | None = None
+        try:
+            for place in removal.places:
+                self._records.mark_removed(place)
+        except OSError:
+            ending = Outcome.FAILED
+            raise
+        except CorruptError:  # it was not there any more
+            pass
+        finally:
+            with books.lock:
+                books.removals.popleft()
+                for place in removal.places:
+                    books.log.unpin(place)
+                books.tell(partial(removal.end, ending))
+
+    def _try_out(self) -> None:
+        books = self._books
+        try:
+            with books.watch(BLOCK_BYTES):
+                self._files.try_out()
+        except OSError as error:
+            with books.lock:
+                books.last_error = str(error)
+                books.breaker.probe_failed(time.monotonic())
+            return
+        with books.lock:
+            books.breaker.succeeded()
+            books.writers.notify_all()
+            books.readers.notify_all()
+
+
+def call(report: Report) -> None:
+    """Tell a caller. What its callback raises is its own defect, and ends no thread of the tier."""
+    try:
+        report()
+    except Exception:
+        log.exception("a callback failed")
+
+
+def _as_os_error(failure: Exception) -> OSError:
+    """What went wrong, as the books count it. Anything but an OSError is a defect, and logged."""
+    if isinstance(failure, OSError):
+        return failure
+    log.error("a read or write failed in an unexpected way", exc_info=failure)
+    return OSError(errno.EIO, f"{type(failure).__name__}: {failure}")

@@ -1,0 +1,235 @@
+"""The disk tier: parts in preallocated segments of one directory, found again after a restart."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvferry.errors import BrokenError
+from kvferry.identity.names import PartRef
+from kvferry.tiers.contract import FetchItem, FetchResult, Outcome, StoreItem, TierStatistics, Transfer
+from kvferry.tiers.disk.books import Books
+from kvferry.tiers.disk.files import SegmentFiles
+from kvferry.tiers.disk.opening import open_log
+from kvferry.tiers.disk.segments import SegmentLog
+from kvferry.tiers.disk.settings import DiskSettings
+from kvferry.tiers.disk.threads import Janitor, call, keep_time, read_parts, write_parts
+from kvferry.tiers.disk.work import Item, Operation, Removal, Report
+
+log = logging.getLogger("kvferry.tiers.disk")
+
+REMOVE_S = 5.0
+"""After so long a removal that could not be written down is LATE."""
+
+
+class DiskTier:
+    """Implements ``tiers.contract.Tier``. Make one with ``open``.
+
+    What the disk is moving when its deadline passes is reported when the disk lets go of it: only then is
+    nothing written to its memory any more. Everything else ends by its deadline.
+    """
+
+    name = "disk"
+
+    def __init__(self, settings: DiskSettings, files: SegmentFiles, segments: SegmentLog) -> None:
+        self._settings = settings
+        self._files = files
+        self._books = books = Books(settings, segments)
+        janitor = Janitor(books, files)
+        work: list[tuple[str, Callable[[], None]]] = [("janitor", janitor.run)]
+        work += [(f"read-{n}", partial(read_parts, books, files)) for n in range(settings.readers)]
+        work += [(f"write-{n}", partial(write_parts, books, files)) for n in range(settings.writers)]
+        self._threads = [_thread(name, target) for name, target in work]
+        self._clock = _thread("clock", partial(keep_time, books))
+        for thread in (*self._threads, self._clock):
+            thread.start()
+
+    @classmethod
+    def open(
+        cls, settings: DiskSettings, *, open_files: Callable[..., SegmentFiles] = SegmentFiles.open
+    ) -> "DiskTier":
+        """Lock the directory, find what it holds (blocking), and start.
+
+        Raises MisconfiguredError, one line, if directory or size is wrong, or another process uses it.
+        """
+        files = open_files(settings.directory)
+        try:
+            return cls(settings, files, open_log(files, settings))
+        except BaseException:
+            files.close()
+            raise
+
+    def probe(
+        self, refs: Sequence[PartRef], *, deadline: float, done: Callable[[Sequence[Outcome]], None]
+    ) -> None:
+        """See the contract. It needs no disk, yet says nothing while the disk fails."""
+        books = self._books
+        with books.lock:
+            refusal = books.refusal(deadline)
+            if refusal is not None:
+                found = [refusal[0]] * len(refs)
+            else:
+                used = [books.log.use(ref) for ref in reversed(refs)]
+                found = [Outcome.OK if there else Outcome.MISS for there in reversed(used)]
+            for outcome in found:
+                books.count(outcome, refusal[1] if refusal is not None else None)
+            report = self._told(partial(done, found))
+        _call(report)
+
+    def fetch(
+        self, items: Sequence[FetchItem], *, deadline: float, done: Callable[[int, FetchResult], None]
+    ) -> Transfer:
+        """See the contract."""
+        memories = [_exactly(item.into, item.ref) for item in items]
+        operation = Operation(deadline, self._books.wake_clock)
+        work = [
+            Item(operation, item.ref, memory, partial(_fetched, done, index))
+            for index, (item, memory) in enumerate(zip(items, memories, strict=True))
+        ]
+        self._begin(work, deadline)
+        return operation
+
+    def store(
+        self, items: Sequence[StoreItem], *, deadline: float, done: Callable[[int, Outcome], None]
+    ) -> Transfer:
+        """See the contract."""
+        memories = [_exactly(item.data, item.ref) for item in items]
+        operation = Operation(deadline, self._books.wake_clock)
+        work = [
+            Item(operation, item.ref, memory, partial(_stored, done, index), item.checksums, write=True)
+            for index, (item, memory) in enumerate(zip(items, memories, strict=True))
+        ]
+        self._begin(work, deadline)
+        return operation
+
+    def touch(self, refs: Sequence[PartRef]) -> None:
+        """See the contract."""
+        with self._books.lock:
+            for ref in reversed(refs):
+                self._books.log.use(ref)
+
+    def remove(
+        self, refs: Sequence[PartRef], *, done: Callable[[Sequence[Outcome]], None] | None = None
+    ) -> None:
+        """See the contract. They are not found any more at once; that they are gone is then written down."""
+        books = self._books
+        report: Report | None = None
+        with books.lock:
+            if books.closed:
+                report = partial(_ended_late, done, len(refs))
+            else:
+                removed = [books.log.remove(ref) for ref in refs]
+                outcomes = [Outcome.OK if there else Outcome.MISS for there, _ in removed]
+                places = [place for _, places in removed for place in places]
+                books.mark(Removal(places, outcomes, time.monotonic() + REMOVE_S, done))
+        _call(report)
+
+    def statistics(self) -> TierStatistics:
+        """See the contract. ``detail`` says how full it is and what the disk was last blamed for."""
+        books = self._books
+        with books.lock:
+            counts, segments = books.counts, books.log
+            down = books.breaker.is_open or books.closed
+            full = books.stuck or time.monotonic() < books.full_until
+            detail = {
+                "directory": str(self._settings.directory),
+                "size": f"{segments.segments * segments.segment_bytes} of {self._settings.size_bytes} bytes",
+                "parts": str(len(segments.records)),
+                "evicted_parts": str(counts.evicted_parts),
+                "direct": "yes" if self._files.direct else "no",
+            }
+            if counts.written_bytes > counts.carried_bytes:
+                new_bytes = counts.written_bytes - counts.carried_bytes
+                detail["write_amplification"] = f"{counts.written_bytes / new_bytes:.2f}"
+            if down or full:
+                detail["warning"] = books.last_error or "closed"
+            return TierStatistics(
+                name=self.name,
+                state="down" if down else "degraded" if full else "up",
+                fetched_parts=counts.fetched[0],
+                fetched_bytes=counts.fetched[1],
+                stored_parts=counts.stored[0],
+                stored_bytes=counts.stored[1],
+                missed_parts=counts.missed,
+                failed=dict(counts.failed),
+                inflight_bytes=books.inflight_bytes,
+                detail=detail,
+            )
+
+    def close(self) -> None:
+        """See the contract. A disk that does not answer is waited for ``close_s`` at most."""
+        books = self._books
+        for report in books.close():
+            call(report)
+        give_up = time.monotonic() + self._settings.close_s
+        for thread in self._threads:
+            thread.join(max(0.0, give_up - time.monotonic()))
+        with books.lock:
+            for removal in books.removals:
+                books.told.append(partial(removal.end, Outcome.LATE))
+            books.ended = True
+            books.clock.notify()
+        self._clock.join()
+        stuck = [thread.name for thread in self._threads if thread.is_alive()]
+        if stuck:  # what they move stays theirs, and so do the files
+            log.warning("the disk of %s does not answer: left behind %s", self._settings.directory, stuck)
+        else:
+            self._files.close()
+
+    def _begin(self, items: Sequence[Item], deadline: float) -> None:
+        books = self._books
+        reports: list[Report] = []
+        with books.lock:
+            refusal = books.refusal(deadline)
+            for item in items:
+                if refusal is None and (item.write or item.ref in books.log.records):
+                    books.queue(item)
+                    continue
+                books.inflight_bytes += item.ref.nbytes
+                outcome, cause = refusal or (Outcome.MISS, None)
+                report = self._told(books.ending(item, outcome, cause))
+                if report is not None:
+                    reports.append(report)
+        for report in reports:
+            call(report)
+
+    def _told(self, report: Report) -> Report | None:
+        """By the clock thread; by the caller itself when there is none any more. Under the lock."""
+        if self._books.closed:
+            return report
+        self._books.tell(report)
+        return None
+
+
+def _thread(name: str, target: Callable[[], None]) -> threading.Thread:
+    return threading.Thread(target=target, name=f"kvferry-disk-{name}", daemon=True)
+
+
+def _call(report: Report | None) -> None:
+    if report is not None:
+        call(report)
+
+
+def _ended_late(done: Callable[[Sequence[Outcome]], None] | None, count: int) -> None:
+    if done is not None:
+        done([Outcome.LATE] * count)
+
+
+def _fetched(
+    done: Callable[[int, FetchResult], None], index: int, outcome: Outcome, checksums: tuple[bytes, ...]
+) -> None:
+    done(index, FetchResult(outcome, checksums))
+
+
+def _stored(
+    done: Callable[[int, Outcome], None], index: int, outcome: Outcome, checksums: tuple[bytes, ...]
+) -> None:
+    del checksums
+    done(index, outcome)
+
+
+def _exactly(memory: memoryview, ref: PartRef) -> memoryview:
+    if memory.nbytes != ref.nbytes or not memory.contiguous:
+        raise BrokenError(f"memory of {memory.nbytes} bytes for a part of {ref.nbytes}")
+    return memory if memory.format == "B" and memory.ndim == 1 else memory.cast("B")

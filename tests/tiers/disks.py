@@ -1,0 +1,145 @@
+"""A disk tier's directory as the tier contract sees it, and files that fail, hang or are full on demand."""
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvferry.identity.names import PartRef
+from kvferry.testing.expectations import eventually, expect
+from kvferry.testing.tier_calls import fetch_all, some_bytes, some_ref, store_all
+from kvferry.testing.tier_contract import Damage
+from kvferry.tiers.disk.files import Buffers, SegmentFiles
+from kvferry.tiers.disk.format import head_bytes, pack_head, read_preamble, record_bytes, verify_head
+from kvferry.tiers.disk.segments import Place
+from kvferry.tiers.disk.settings import DiskSettings
+from kvferry.tiers.disk.tier import DiskTier
+
+
+class Troubles:
+    """read, write, allocate: the errno that each ends with, 0: none. ``hang``: none of them ends."""
+
+    def __init__(self) -> None:
+        self.read = self.write = self.allocate = 0
+        self.hanging = 0
+        self._go = threading.Event()
+        self._go.set()
+
+    def fail(self, code: int = errno.EIO) -> None:
+        self.read = self.write = self.allocate = code
+
+    @contextmanager
+    def hang(self) -> Iterator[None]:
+        self._go.clear()
+        try:
+            yield
+        finally:
+            self._go.set()
+
+    def meet(self, code: int) -> None:
+        self.hanging += 1
+        self._go.wait()
+        self.hanging -= 1
+        if code:
+            raise OSError(code, os.strerror(code))
+
+
+class TroubledFiles(SegmentFiles):
+    """The real files, after a look at the troubles."""
+
+    troubles: Troubles
+
+    def read(self, number: int, buffers: Buffers, offset: int) -> int:
+        self.troubles.meet(self.troubles.read)
+        return super().read(number, buffers, offset)
+
+    def write(self, number: int, buffers: Buffers, offset: int) -> int:
+        self.troubles.meet(self.troubles.write)
+        return super().write(number, buffers, offset)
+
+    def allocate(self, number: int, nbytes: int) -> None:
+        self.troubles.meet(self.troubles.allocate)
+        super().allocate(number, nbytes)
+
+    def try_out(self) -> None:
+        if hasattr(self, "troubles"):
+            self.troubles.meet(self.troubles.write)
+        super().try_out()
+
+
+class DiskStore:
+    """``TierStore`` over one directory. settings: of a new tier."""
+
+    def __init__(self, settings: DiskSettings) -> None:
+        self.settings = settings
+        self.troubles = Troubles()
+        self._opened: list[DiskTier] = []
+
+    def open(self) -> DiskTier:
+        self._opened.append(DiskTier.open(self.settings, open_files=self._open_files))
+        return self._opened[-1]
+
+    @contextmanager
+    def outage(self) -> Iterator[None]:
+        """Every read and write ends with EIO, and the tier has noticed."""
+        self.troubles.fail()
+        try:
+            for n, tier in enumerate(self._opened):
+                store_all(tier, [(some_ref(1, 9000 + n), some_bytes(1, 9000 + n))], deadline_s=0.5)
+                eventually(lambda tier=tier: tier.statistics().state == "down", "quarantine")  # type: ignore[misc]
+            yield
+        finally:
+            self.troubles.fail(0)
+
+    def damage(self, ref: PartRef, how: Damage) -> None:
+        """Of the tier opened last: a bit of its bytes, or its size as its head has it."""
+        place = self.place(ref)
+        record = bytearray(self.record(place, ref))
+        head = head_bytes(ref.nbytes)
+        if how is Damage.BIT_FLIP:
+            record[head + ref.nbytes // 2] ^= 1
+        else:
+            found = read_preamble(record)
+            expect(found is not None, "no record to damage")
+            assert found is not None
+            other = PartRef(ref.key, ref.nbytes + (-1 if how is Damage.TRUNCATION else 1))
+            checksums = verify_head(memoryview(record), ref)
+            record[:head] = pack_head(found._replace(ref=other), checksums)
+        self.put(place, bytes(record))
+
+    def misplace(self, source: PartRef, under: PartRef) -> None:
+        self.put(self.place(under), self.record(self.place(source), source))
+
+    def place(self, ref: PartRef) -> Place:
+        """Where it lies."""
+        return self._opened[-1]._books.log.records[ref].place
+
+    def record(self, place: Place, ref: PartRef) -> bytes:
+        with self.segment(place.segment).open("rb") as file:
+            file.seek(place.offset)
+            return file.read(record_bytes(ref.nbytes))
+
+    def put(self, place: Place, data: bytes) -> None:
+        with self.segment(place.segment).open("r+b") as file:
+            file.seek(place.offset)
+            file.write(data)
+
+    def segment(self, number: int) -> Path:
+        return self.settings.directory / f"segment-{number:04d}"
+
+    def _open_files(self, directory: Path) -> SegmentFiles:
+        files = TroubledFiles.open(directory)
+        assert isinstance(files, TroubledFiles)
+        files.troubles = self.troubles
+        return files
+
+
+def found_right(tier: DiskTier, ref: PartRef, seed: int) -> bool:
+    """Whether it is there with the bytes of that seed. AssertionError for any other bytes."""
+    result, memory = fetch_all(tier, [ref])[0]
+    if result.outcome.value != "ok":
+        return False
+    expect(memory == some_bytes(ref.nbytes, seed), "other bytes came back")
+    return True

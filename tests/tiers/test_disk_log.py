@@ -1,0 +1,340 @@
+"""The log of the disk tier against a dictionary, and what is found of it after an end at any byte."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvferry.errors import CorruptError
+from kvferry.identity.names import PartKey, PartRef
+from kvferry.testing.tier_calls import (
+    empty_memory,
+    fetch_all,
+    probe_all,
+    some_bytes,
+    some_ref,
+    store_all,
+)
+from kvferry.tiers.contract import Outcome
+from kvferry.tiers.disk.books import Books
+from kvferry.tiers.disk.files import Buffers, SegmentFiles
+from kvferry.tiers.disk.format import (
+    BLOCK_BYTES,
+    Preamble,
+    SegmentHead,
+    next_link,
+    pack_head,
+    pack_preamble,
+    pack_segment,
+    read_preamble,
+    read_segment,
+)
+from kvferry.tiers.disk.opening import open_log
+from kvferry.tiers.disk.records import RecordIO
+from kvferry.tiers.disk.recovery import scan, without_torn
+from kvferry.tiers.disk.segments import Lack, Place, SegmentLog
+from kvferry.tiers.disk.settings import DiskSettings
+from kvferry.tiers.disk.threads import Janitor
+from kvferry.tiers.disk.tier import DiskTier
+
+SEGMENT_BYTES = 12 * BLOCK_BYTES
+SEGMENTS = 4
+SIZES = (1, 100, 4096, 5000, 9000, 40, 12000, 8192, 7, 300, 20000, 4097)
+REFS = [some_ref(size, n) for n, size in enumerate(SIZES)]
+BYTES = [some_bytes(size, n) for n, size in enumerate(SIZES)]
+UNDER_WAY = 3
+
+
+class Write(NamedTuple):
+    segment: int
+    offset: int
+    data: bytes
+
+
+class MemoryFiles:
+    """Segments in memory, and every write to them in order."""
+
+    def __init__(self) -> None:
+        self.segments: dict[int, bytearray] = {}
+        self.journal: list[Write] = []
+
+    def allocate(self, number: int, nbytes: int) -> None:
+        self.segments[number] = bytearray(random.Random(number).randbytes(nbytes))
+
+    def read(self, number: int, buffers: Buffers, offset: int) -> int:
+        start = offset
+        for buffer in buffers:
+            piece = self.segments[number][offset : offset + buffer.nbytes]
+            buffer[: len(piece)] = piece
+            offset += len(piece)
+        return offset - start
+
+    def write(self, number: int, buffers: Buffers, offset: int) -> int:
+        data = b"".join(buffers)
+        assert offset + len(data) <= SEGMENT_BYTES
+        self.segments[number][offset : offset + len(data)] = data
+        self.journal.append(Write(number, offset, data))
+        return len(data)
+
+    def after_a_crash(self, nbytes: int) -> "MemoryFiles":
+        """As the first ``nbytes`` written bytes left it. A single block is whole or not there."""
+        found = MemoryFiles()
+        for number in self.segments:
+            found.allocate(number, SEGMENT_BYTES)
+        for number, offset, data in self.journal:
+            part = data[: max(0, nbytes)]
+            if len(data) > BLOCK_BYTES or len(part) == len(data):
+                found.segments[number][offset : offset + len(part)] = part
+            nbytes -= len(data)
+        return found
+
+
+class Disk:
+    """The log, its files and the steps between, on one thread."""
+
+    def __init__(self, files: MemoryFiles, log: SegmentLog) -> None:
+        self.files, self.log = files, log
+        self.records = RecordIO(files)
+        self._janitor = Janitor(Books(DiskSettings(Path(), 1), log), files)  # type: ignore[arg-type]
+
+    @classmethod
+    def empty(cls) -> "Disk":
+        return cls(MemoryFiles(), SegmentLog(segment_bytes=SEGMENT_BYTES, max_segments=SEGMENTS))
+
+    @classmethod
+    def recovered(cls, files: MemoryFiles) -> "Disk":
+        records = RecordIO(files)
+        found, free = [], []
+        for number in files.segments:
+            segment = scan(
+                number, lambda at, n=number: records.read_block(n, at), segment_bytes=SEGMENT_BYTES
+            )  # type: ignore[misc]
+            if segment is None:
+                free.append(number)
+            else:
+                found.append(segment)
+        if found:
+            newest = max(found, key=lambda segment: segment.head.generation)
+            found.remove(newest)
+            whole = lambda ref, at: records.is_whole(newest.number, ref, at)  # noqa: E731
+            found.append(without_torn(newest, whole, under_way=UNDER_WAY))
+        log = SegmentLog(segment_bytes=SEGMENT_BYTES, max_segments=SEGMENTS)
+        log.restore(free, found)
+        return cls(files, log)
+
+    def settle(self) -> None:
+        while (step := self.log.next_step()) is not None:
+            self._janitor._do(step)
+
+    def store(self, n: int) -> None:
+        while (place := self.log.reserve(REFS[n])) is Lack.NO_ROOM:
+            self.settle()
+        if place is not Lack.PRESENT:
+            assert not isinstance(place, Lack)
+            self.records.write(place, BYTES[n], ())
+            assert not self.log.commit(place)
+        self.settle()
+
+    def fail_to_store(self, n: int) -> None:
+        """The disk refused after half of it."""
+        place = self.log.reserve(REFS[n])
+        if not isinstance(place, Lack):
+            self.log.abandon(place)
+        self.settle()
+
+    def remove(self, n: int) -> None:
+        _, places = self.log.remove(REFS[n])
+        for place in places:
+            self.records.mark_removed(place)
+            self.log.unpin(place)
+
+    def fetch(self, n: int) -> bool:
+        """Whether it was there. AssertionError for other bytes than were stored."""
+        place = self.log.pin(REFS[n])
+        if place is None:
+            return False
+        memory = empty_memory(SIZES[n])
+        self.records.read(place, REFS[n], memory)
+        assert memory == BYTES[n]
+        self.log.unpin(place)
+        return self.log.use(REFS[n])
+
+    def records_right(self, place: Place, ref: PartRef, memory: memoryview) -> bool:
+        """Whether the tier would hand it out."""
+        try:
+            self.records.read(place, ref, memory)
+        except CorruptError:
+            return False
+        return True
+
+    def held(self) -> set[PartRef]:
+        return set(self.log.records)
+
+
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["store", "store", "fetch", "remove", "fail_to_store"]), st.integers(0, 11)),
+    max_size=60,
+)
+
+
+@given(OPERATIONS)
+@settings(deadline=None, max_examples=60)
+def test_a_part_is_found_with_its_own_bytes_or_not_at_all(operations: list[tuple[str, int]]) -> None:
+    disk, stored = Disk.empty(), set[int]()
+    for what, n in operations:
+        getattr(disk, what)(n)
+        disk.log.check()
+        assert disk.log.pinned == 0
+        assert len(disk.files.segments) <= SEGMENTS
+        if what == "store":
+            stored.add(n)
+            assert disk.fetch(n), "not there right after it was stored"
+        elif what == "remove":
+            stored.discard(n)
+        for m in range(len(REFS)):
+            assert not disk.log.records.get(REFS[m]) or m in stored, "there without having been stored"
+    for n in range(len(REFS)):
+        disk.fetch(n)
+
+
+@given(OPERATIONS, st.floats(0, 1), st.data())
+@settings(deadline=None, max_examples=60)
+def test_after_an_end_at_any_byte_the_log_is_what_it_was_between_two_operations(
+    operations: list[tuple[str, int]], share: float, data: st.DataObject
+) -> None:
+    """But for what the one under way was about. All that is found is right, and writing goes on."""
+    disk, held, ends = Disk.empty(), [set[PartRef]()], [0]
+    for what, n in operations:
+        if what != "fail_to_store":  # which may leave a gap: what follows it in its segment is lost
+            getattr(disk, what)(n)
+            held.append(disk.held())
+            ends.append(sum(len(write.data) for write in disk.files.journal))
+    crash = int(share * ends[-1])
+    before = max(i for i, end in enumerate(ends) if end <= crash)
+    after = min(before + 1, len(ends) - 1)
+    again = Disk.recovered(disk.files.after_a_crash(crash))
+    again.log.check()
+    assert held[before] & held[after] <= again.held(), "lost"
+    assert again.held() <= held[before] | held[after], (
+        "there without having been stored, or after its removal"
+    )
+    for n in range(len(REFS)):
+        again.fetch(n)
+    for n in data.draw(st.lists(st.integers(0, 11), max_size=10)):
+        again.store(n)
+        assert again.fetch(n)
+        again.log.check()
+
+
+@given(st.lists(st.integers(0, 11), max_size=40), st.integers(0, 2**32))
+@settings(deadline=None, max_examples=60)
+def test_after_gaps_and_noise_only_right_bytes_are_found(stores: list[int], seed: int) -> None:
+    """Writes that failed, and blocks that turned into noise, may cost parts and never spoil one."""
+    disk, noise = Disk.empty(), random.Random(seed)
+    for n in stores:
+        (disk.fail_to_store if noise.random() < 0.2 else disk.store)(n)
+    for segment in disk.files.segments.values():
+        at = noise.randrange(1, SEGMENT_BYTES // BLOCK_BYTES) * BLOCK_BYTES
+        segment[at : at + BLOCK_BYTES] = noise.randbytes(BLOCK_BYTES)
+    again = Disk.recovered(disk.files)
+    again.log.check()
+    for n, ref in enumerate(REFS):
+        place = again.log.pin(ref)
+        if place is not None:
+            memory = empty_memory(ref.nbytes)
+            if again.records_right(place, ref, memory):
+                assert memory == BYTES[n]
+            again.log.unpin(place)
+
+
+def test_what_is_used_outlives_what_is_not() -> None:
+    """Segments leave whole; what was used since it was written is carried over."""
+    disk = Disk.empty()
+    disk.store(1)
+    disk.store(5)
+    for n in (2, 3, 4, 6, 7, 8, 9, 10, 11) * 3:
+        disk.fetch(1)
+        disk.remove(n)
+        disk.store(n)
+    assert disk.fetch(1)
+    assert not disk.fetch(5)
+
+
+def test_what_is_carried_over_leaves_room_for_new_parts() -> None:
+    """Even where everything is in use."""
+    log = Disk.empty()
+    for n in range(12):
+        log.store(n)
+        for m in range(12):
+            log.fetch(m)
+    for n in range(12):
+        log.store(n)
+        assert log.fetch(n)
+
+
+def test_the_layout_is_as_specified() -> None:
+    """By docs/spec/disk-segments.md; another one needs another version."""
+    ref = PartRef(PartKey(bytes(range(16)), bytes(range(32)), 7), 300_000)
+    link = next_link(5, generation=3, offset=4096, ref=ref)
+    block = pack_segment(SegmentHead(1 << 24, 3, 5))
+    head = pack_head(Preamble(ref, 3, link, removed=False), [bytes([n]) * 16 for n in range(2)])
+    assert link == 16788454024925663726
+    assert sha256(block).hexdigest()[:32] == "1dc217dfa4a22a4f86e0b2a0bbf78785"
+    assert sha256(head).hexdigest()[:32] == "801d8f181947be0cd8e5f7de4f935c35"
+    assert (len(block), len(head)) == (BLOCK_BYTES, BLOCK_BYTES)
+
+
+@given(st.binary(max_size=2 * BLOCK_BYTES), st.integers(0, 127), st.integers(0, 7))
+@settings(deadline=None, max_examples=100)
+def test_noise_is_no_record_and_a_flipped_bit_is_noticed(noise: bytes, at: int, bit: int) -> None:
+    assert read_segment(noise) is None
+    assert read_preamble(noise) is None
+    preamble = bytearray(pack_preamble(Preamble(REFS[0], 1, 2, removed=False)))
+    preamble[at % 92] ^= 1 << bit
+    assert read_preamble(preamble) is None
+
+
+def test_whatever_callers_do_at_a_time_an_answer_is_a_miss_or_the_exact_bytes(tmp_path: Path) -> None:
+    """While segments leave all the time; and what is held at the end is found again."""
+    sizes = [random.Random(n).choice([1, 5000, 70_000, 300_000, 1_000_000]) for n in range(200)]
+    refs = [some_ref(size, n) for n, size in enumerate(sizes)]
+    data = [some_bytes(size, n) for n, size in enumerate(sizes)]
+    small = DiskSettings(tmp_path / "disk", 64 << 20, segment_bytes=4 << 20, stall_s=30.0, close_s=30.0)
+    tier = DiskTier.open(small)
+
+    def call(seed: int) -> int:
+        chance, right = random.Random(seed), 0
+        for _ in range(60):
+            some = [chance.randrange(200) for _ in range(chance.randrange(1, 12))]
+            match chance.choice(["store", "store", "fetch", "fetch", "remove", "probe", "touch"]):
+                case "store":
+                    store_all(tier, [(refs[n], data[n]) for n in some], deadline_s=chance.choice([60, 0.002]))
+                case "fetch":
+                    for n, (result, memory) in zip(
+                        some, fetch_all(tier, [refs[n] for n in some]), strict=True
+                    ):
+                        assert result.outcome in (Outcome.OK, Outcome.MISS, Outcome.LATE)
+                        assert result.outcome is not Outcome.OK or memory == data[n]
+                        right += result.outcome is Outcome.OK
+                case "remove":
+                    tier.remove([refs[n] for n in some[:2]])
+                case "probe":
+                    probe_all(tier, [refs[n] for n in some])
+                case _:
+                    tier.touch([refs[n] for n in some])
+        return right
+
+    with ThreadPoolExecutor(4) as callers:
+        assert sum(callers.map(call, range(4)))
+    assert set(tier.statistics().failed) <= {"late"}
+    tier.close()
+    tier._books.log.check()
+    assert tier._books.log.pinned == sum(len(removal.places) for removal in tier._books.removals)
+    files = SegmentFiles.open(small.directory)
+    again = open_log(files, small)
+    files.close()
+    assert not set(tier._books.log.records) - set(again.records)
