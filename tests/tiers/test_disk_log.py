@@ -20,8 +20,9 @@ from kvferry.testing.tier_calls import (
     store_all,
 )
 from kvferry.tiers.contract import Outcome
+from kvferry.tiers.disk.address import address_of
 from kvferry.tiers.disk.books import Books
-from kvferry.tiers.disk.files import Buffers, SegmentFiles
+from kvferry.tiers.disk.files import Buffers, SegmentFiles, aligned_memory
 from kvferry.tiers.disk.format import (
     BLOCK_BYTES,
     Preamble,
@@ -338,3 +339,10 @@ def test_whatever_callers_do_at_a_time_an_answer_is_a_miss_or_the_exact_bytes(tm
     again = open_log(files, small)
     files.close()
     assert not set(tier._books.log.records) - set(again.records)
+
+
+def test_memory_that_may_only_be_read_is_written_without_a_copy_too() -> None:
+    memory = aligned_memory(3 * BLOCK_BYTES)
+    assert address_of(memory.toreadonly()[5:]) == address_of(memory) + 5
+    assert address_of(memory) % BLOCK_BYTES == 0
+    assert address_of(memoryview(b"x"))

@@ -12,6 +12,7 @@ from typing import Protocol
 from kvferry.errors import CorruptError
 from kvferry.identity.names import PartRef
 from kvferry.identity.stripes import checksum, part_checksums, stripe_plan
+from kvferry.tiers.disk.address import address_of
 from kvferry.tiers.disk.files import Buffers, aligned_memory
 from kvferry.tiers.disk.format import (
     BLOCK_BYTES,
@@ -161,17 +162,9 @@ def _after(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def _is_aligned(memory: memoryview) -> bool:
-    return not memory.readonly and _address(memory) % BLOCK_BYTES == 0
-
-
-def _address(memory: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    return address_of(memory) % BLOCK_BYTES == 0
 
 
 def _copy(target: memoryview, source: memoryview) -> None:
     """As many bytes as both have, other threads running meanwhile."""
-    nbytes = min(target.nbytes, source.nbytes)
-    if source.readonly:
-        target[:nbytes] = source[:nbytes]
-    else:
-        ctypes.memmove(_address(target), _address(source), nbytes)
+    ctypes.memmove(address_of(target), address_of(source), min(target.nbytes, source.nbytes))
