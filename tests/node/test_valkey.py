@@ -61,6 +61,23 @@ def test_what_one_host_computes_another_loads_through_valkey(
     at_rest(there)
 
 
+def test_the_deeper_in_its_prompt_the_sooner_a_chunk_expires(
+    tmp_path: Path, server: Server, stack: ExitStack
+) -> None:
+    """In whatever steps it was computed: 20 chunks are 4 s."""
+    server.ask("CONFIG", "SET", "maxmemory-policy", "volatile-ttl")
+    stack.callback(server.ask, "CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    here, engine = _host(tmp_path / "here", server, stack)
+    chunks = digests(60)
+    for start in (0, 20, 40):
+        assert engine.save(chunks[start : start + 20], prefix=chunks[:start]) == 20
+        at_rest(here)
+    keys = [stripe_key(PartKey(NAMESPACE.namespace, chunks[at], 0), 0) for at in (0, 20, 40, 59)]
+    expiries = [server.ask("PEXPIRETIME", key) for key in keys]
+    assert all(isinstance(expiry, int) and expiry > 0 for expiry in expiries)
+    assert expiries == sorted(expiries, reverse=True)  # type: ignore[type-var]
+
+
 def test_a_prefix_larger_than_the_pool_streams_from_valkey(
     tmp_path: Path, server: Server, stack: ExitStack
 ) -> None:

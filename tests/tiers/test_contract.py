@@ -1,10 +1,11 @@
 """The contract suite, over every tier there is."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
-from tests.servers import Cluster, Server
+from tests.servers import Cluster, Server, must
 from tests.tiers.stores import ValkeyStore
 
 from kvferry.identity.sealing import KeyRing, SealingKey
@@ -26,6 +27,16 @@ def secure() -> Iterator[tuple[Server, str]]:
         yield started
 
 
+@contextmanager
+def expiring(servers: Sequence[Server]) -> Iterator[None]:
+    """Servers that evict what expires first, so that values have expiries."""
+    for server in servers:
+        must(server.ask("CONFIG", "SET", "maxmemory-policy", "volatile-ttl"))
+    yield
+    for server in servers:
+        must(server.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-lru"))
+
+
 class TestValkeySingle(TierContract):
     @pytest.fixture
     def store(self, server: Server) -> TierStore:
@@ -38,16 +49,18 @@ class TestValkeyCluster(TierContract):
         return ValkeyStore(cluster.servers, cluster.settings)
 
 
-class TestValkeyEncrypted(TierContract):
+class TestValkeyEncryptedAndExpiring(TierContract):
     @pytest.fixture
-    def store(self, server: Server) -> TierStore:
-        return ValkeyStore([server], partial(server.settings, protection=ENCRYPTED))
+    def store(self, server: Server) -> Iterator[TierStore]:
+        with expiring([server]):
+            yield ValkeyStore([server], partial(server.settings, protection=ENCRYPTED))
 
 
-class TestValkeyClusterEncrypted(TierContract):
+class TestValkeyClusterEncryptedAndExpiring(TierContract):
     @pytest.fixture
-    def store(self, cluster: Cluster) -> TierStore:
-        return ValkeyStore(cluster.servers, partial(cluster.settings, protection=ENCRYPTED))
+    def store(self, cluster: Cluster) -> Iterator[TierStore]:
+        with expiring(cluster.servers):
+            yield ValkeyStore(cluster.servers, partial(cluster.settings, protection=ENCRYPTED))
 
 
 class TestValkeyOverTls(TierContract):

@@ -67,6 +67,13 @@ class _Held(NamedTuple):
     nbytes: int
 
 
+class _Lease(NamedTuple):
+    """expires: when the slot is taken back. position: how many chunks of the prompt come before this one."""
+
+    expires: float
+    position: int
+
+
 _NOTHING = _Held(0, 0)
 
 
@@ -77,7 +84,7 @@ class Saves:
         self._state = state
         self._loads = loads
         self._owners: dict[Connection, Owner] = {}
-        self._leases: OrderedDict[tuple[Connection, PartKey], float] = OrderedDict()
+        self._leases: OrderedDict[tuple[Connection, PartKey], _Lease] = OrderedDict()
         self._overdue: dict[tuple[Connection, PartKey], int] = {}  # offset of a slot whose lease has ended
         self._held: dict[Connection, _Held] = {}  # leases and overdue slots together
         self._reserved_bytes = 0  # of all, with those in quarantine
@@ -117,7 +124,7 @@ class Saves:
         nbytes = space.part_bytes[message.part]
         expires = state.loop.clock() + RESERVATION_LEASE_S
         places: list[ReservedPlace] = []
-        for chunk in wanted:
+        for position, chunk in enumerate(wanted, len(prompt) - len(wanted)):
             key = PartKey(space.namespace, chunk, message.part)
             if self._over_limit(connection, nbytes):
                 state.counters.reserve_declined["limit"] += 1
@@ -135,7 +142,7 @@ class Saves:
                 state.counters.reserve_declined[given.reason.value] += 1
                 places.append(ReservedPlace(_OUTCOMES[given.reason], 0))
             else:
-                places.append(self._granted(connection, key, given, expires=expires))
+                places.append(self._granted(connection, key, given, _Lease(expires, position)))
         state.note_evictions()
         self._watch_leases()
         connection.send(Reserved(ticket=message.ticket, places=tuple(places)))
@@ -150,14 +157,15 @@ class Saves:
                 raise RefusedError(f"{len(checksums)} checksums for a part of {stripes} stripes")
         for digest, checksums in entries:
             key = PartKey(space.namespace, digest, message.part)
-            if not self._release(connection, key):
+            lease = self._release(connection, key)
+            if lease is None:
                 self._reclaim(connection, key)
                 state.counters.store_failed["lease-ended"] += 1
                 continue
             state.catalogue.commit(key, self._owners[connection], checksums)
             state.counters.committed_parts += 1
             state.counters.committed_bytes += space.part_bytes[message.part]
-            self._offer(key, space.part_bytes[message.part], checksums)
+            self._offer(PartRef(key, space.part_bytes[message.part]), checksums, position=lease.position)
         self._loads.room_changed()
         self._write_back()
 
@@ -202,20 +210,18 @@ class Saves:
             or (self._reserved_bytes > 0 and self._reserved_bytes + nbytes > pool_bytes // RESERVED_DIVISOR)
         )
 
-    def _granted(
-        self, connection: Connection, key: PartKey, given: Granted, *, expires: float
-    ) -> ReservedPlace:
-        self._leases[connection, key] = expires
+    def _granted(self, connection: Connection, key: PartKey, given: Granted, lease: _Lease) -> ReservedPlace:
+        self._leases[connection, key] = lease
         self._hold(connection, 1, given.slot.nbytes)
         self._state.counters.reserved_parts += 1
         return ReservedPlace(ReserveOutcome.RESERVED, given.slot.offset)
 
-    def _release(self, connection: Connection, key: PartKey) -> bool:
-        """Whether this reservation was there; it is not any more."""
-        if self._leases.pop((connection, key), None) is None:
-            return False
-        self._hold(connection, -1, -self._nbytes(key))
-        return True
+    def _release(self, connection: Connection, key: PartKey) -> _Lease | None:
+        """This reservation, if it was there; it is not any more."""
+        lease = self._leases.pop((connection, key), None)
+        if lease is not None:
+            self._hold(connection, -1, -self._nbytes(key))
+        return lease
 
     def _hold(self, connection: Connection, slots: int, nbytes: int) -> None:
         held = self._held.get(connection, _NOTHING)
@@ -235,14 +241,14 @@ class Saves:
     def _watch_leases(self) -> None:
         """One timer, for the oldest lease: all leases are equally long."""
         if self._timer is None and self._leases:
-            self._timer = self._state.loop.at(next(iter(self._leases.values())), self._expire)
+            self._timer = self._state.loop.at(next(iter(self._leases.values())).expires, self._expire)
 
     def _expire(self) -> None:
         self._timer = None
         now = self._state.loop.clock()
         while self._leases:
-            (connection, key), expires = next(iter(self._leases.items()))
-            if expires > now:
+            (connection, key), lease = next(iter(self._leases.items()))
+            if lease.expires > now:
                 break
             del self._leases[connection, key]
             # A writer that was stopped may go on at any time: the part is free for others, the slot is not.
@@ -258,14 +264,14 @@ class Saves:
 
     # ---- write-back
 
-    def _offer(self, key: PartKey, nbytes: int, checksums: tuple[bytes, ...]) -> None:
+    def _offer(self, ref: PartRef, checksums: tuple[bytes, ...], *, position: int) -> None:
         if self._state.tier is None:
             return
-        slot = self._state.catalogue.pin(key, WRITER)
+        slot = self._state.catalogue.pin(ref.key, WRITER)
         if slot is None:
             return  # unlinked while it was being filled
-        if not self._backlog.offer(Unsaved(PartRef(key, nbytes), slot.offset, checksums)):
-            self._state.catalogue.unpin(key, WRITER)
+        if not self._backlog.offer(Unsaved(ref, slot.offset, checksums, position)):
+            self._state.catalogue.unpin(ref.key, WRITER)
             self._state.counters.store_dropped_parts += 1
 
     def _write_back(self) -> None:
@@ -303,7 +309,12 @@ class Saves:
         if missing:
             self._rate.spend(sum(unsaved.ref.nbytes for unsaved in missing), self._state.loop.clock())
             items = [
-                StoreItem(u.ref, self._state.arena.view(u.offset, u.ref.nbytes).toreadonly(), u.checksums)
+                StoreItem(
+                    u.ref,
+                    self._state.arena.view(u.offset, u.ref.nbytes).toreadonly(),
+                    u.checksums,
+                    u.position,
+                )
                 for u in missing
             ]
             post = self._state.loop.post

@@ -16,11 +16,12 @@ MAX_BATCH_PARTS = 256
 
 
 class Unsaved(NamedTuple):
-    """A part to write: where its bytes lie in the pool, and its stripes' checksums."""
+    """A part to write. offset: where its bytes lie in the pool. position: see ``StoreItem``."""
 
     ref: PartRef
     offset: int
     checksums: tuple[bytes, ...]
+    position: int = 0
     tries: int = 0
 
 

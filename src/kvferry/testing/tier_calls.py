@@ -77,7 +77,7 @@ def store_all(
 ) -> list[Outcome]:
     """Store and wait."""
     results = Results(len(parts))
-    items = [StoreItem(ref, data, checksums(data)) for ref, data in parts]
+    items = [StoreItem(ref, data, checksums(data), place) for place, (ref, data) in enumerate(parts)]
     tier.store(items, deadline=time.monotonic() + deadline_s, done=results.done)
     return results.wait()
 

@@ -38,11 +38,13 @@ class StoreItem(NamedTuple):
 
     checksums: one 16-byte checksum per stripe of the part (``identity.stripes``); none where the data has
     none yet: the tier computes them as it writes.
+    position: how many chunks of the prompt come before this one: a full store does best to lose tails first.
     """
 
     ref: PartRef
     data: memoryview
     checksums: tuple[bytes, ...]
+    position: int = 0
 
 
 class FetchResult(NamedTuple):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry.bench.valkey_eviction.steering import Counted, Expiring, Stamped, Steering
+from kvferry.tiers.valkey.lifetimes import REUSED_SHARE, STEP_MS
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,10 @@ ARMS = {
     "ttl-repaired": Arm("the same, lost chunks rewritten", Expiring, repairs=True),
     "ttl-bucket": Arm("volatile-ttl: recency in steps of 30 s", lambda: Expiring(bucket_s=30)),
     "ttl-depth": Arm("volatile-ttl: 1 s less a chunk", lambda: Expiring(step_s=1.0)),
+    "kvferry": Arm(
+        "volatile-ttl as the tier writes it",
+        lambda: Expiring(share=REUSED_SHARE, step_s=STEP_MS / 1000, ranked=True),
+    ),
     "ttl-kept": Arm("volatile-ttl: reused 70% longer kept", lambda: Expiring(share=0.7)),
     "ttl-kept-depth": Arm("the same, 0.3 s less a chunk", lambda: Expiring(share=0.7, step_s=0.3)),
     "ttl-reused-60": Arm("volatile-ttl: reused 60 s more", lambda: Expiring(bonus_s=60)),

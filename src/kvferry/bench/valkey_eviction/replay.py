@@ -12,6 +12,7 @@ REFRESH_S = 30.0
 STORE_STEP_S = 0.05
 """Between two chunks of one prompt: 512 tokens at 10,000 tokens a second of prefill."""
 CHECKPOINTS = 20
+BALANCED_EVERY = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,9 @@ class Shelf(Protocol):
     def keys(self) -> dict[int, int]:
         """How many keys of each chunk are there."""
         ...
+
+    def balance(self) -> None:
+        """Called now and then: keep the room as it should be."""
 
 
 @dataclass(slots=True)
@@ -85,6 +89,8 @@ class Replay:
         for number, prompt in enumerate(self._prompts):
             late = number >= len(self._prompts) // 2
             self._ask(prompt, choice.randrange(self._fleet.hosts), shelf, tally, late=late)
+            if number % BALANCED_EVERY == BALANCED_EVERY - 1:
+                shelf.balance()
             if late and number % every == 0:
                 self._check(shelf, tally)
         return tally
@@ -103,16 +109,21 @@ class Replay:
         tally.hits[late] += hit
         tally.alone[late] += held.index(False) if False in held else len(held)
         known = [
-            (chunk, Use(prompt.at_s, at, stored=False))
+            at
             for at, chunk in enumerate(chunks)
             if held[at] and self._due(host, chunk, pooled[at] and at < hit, prompt.at_s)
         ]
-        shelf.mark(reversed(known))
-        shelf.mark(
-            (chunk, Use(prompt.at_s + max(at - hit, 0) * STORE_STEP_S, at, stored=True))
+        uses = [(chunks[at], Use(prompt.at_s, at, rank, stored=False)) for rank, at in enumerate(known)]
+        shelf.mark(reversed(uses))
+        new = [
+            at
             for at, chunk in enumerate(chunks)
             if not held[at]
             and (not pooled[at] or (self._repairs and self._due(host, chunk, at < hit, prompt.at_s)))
+        ]
+        shelf.mark(
+            (chunks[at], Use(prompt.at_s + max(at - hit, 0) * STORE_STEP_S, at, at, stored=True))
+            for at in new
         )
         for chunk in reversed(chunks):
             pool[chunk] = None

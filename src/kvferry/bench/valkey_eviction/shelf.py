@@ -10,14 +10,13 @@ from random import Random
 from kvferry.bench.valkey_eviction.steering import KEY, Beginning, Steering, Use, encoded
 from kvferry.errors import BrokenError
 from kvferry.testing.servers import Server, must, running_server
-from kvferry.tiers.valkey.resp import Reply
+from kvferry.tiers.valkey.resp import Reply, info_facts
 
 VALUE_BYTES = 400
 _SAMPLE_KEYS = 4096
 _MAX_PIPELINE = 256
 _SCAN_KEYS = 20000
 _DRAWN = 500
-_TRIALS = 2
 _RECEIVE = 1 << 18
 
 
@@ -51,10 +50,13 @@ class Pipeline:
 class ServerShelf:
     """Chunks by number. A chunk is there when all its keys are."""
 
-    def __init__(self, server: Server, steering: Steering, *, stripes: int) -> None:
+    def __init__(self, server: Server, steering: Steering, *, chunks: int, stripes: int) -> None:
+        """chunks: how many it should have room for; ``balance`` sees to it."""
         self._server = server
         self._steering = steering
+        self._chunks = chunks
         self._stripes = stripes
+        self.empty = self.room = 0  # bytes: of the server without values, and for them
         self._pipeline = Pipeline(server.port)
         self.commands = 0
         self.rejected = 0
@@ -85,6 +87,16 @@ class ServerShelf:
                     raise BrokenError(f"the server says {reply.decode()}")
                 self.rejected += 1
 
+    def balance(self) -> None:
+        """Give it memory for the chunks it should hold: what a key takes depends on commands and tables."""
+        held = _number(self._server.ask("DBSIZE")) / self._stripes
+        if self._evicted_keys() and held:
+            self.room = round(self.room * min(max(self._chunks / held, 0.9), 1.1))
+        must(self._server.ask("CONFIG", "SET", "maxmemory", str(self.empty + self.room)))
+
+    def _evicted_keys(self) -> int:
+        return _figure(self._server, "evicted_keys")
+
     def keys(self) -> dict[int, int]:
         """How many keys of each chunk are there."""
         names: set[bytes] = set()
@@ -109,7 +121,8 @@ class ServerShelf:
         if lines[0].startswith(b"$-1"):
             return []
         asked = [b"PEXPIRETIME %b\r\n" % key for key in lines[1::2]]
-        return [int(reply[1:]) for reply in self._pipeline.ask(asked)]
+        found = [int(reply[1:]) for reply in self._pipeline.ask(asked)]
+        return [expiry for expiry in found if expiry > 0]  # some were evicted in between
 
     def _keys(self, chunk: int) -> list[bytes]:
         return [b"%d:%d" % (chunk, stripe) for stripe in range(self._stripes)]
@@ -132,21 +145,15 @@ def server_shelf(
             case other:
                 raise BrokenError(f"TIME: {other!r}")
         steering.begin(Beginning(value, dump, end_s, server_s, time.monotonic()))
-        shelf = ServerShelf(server, steering, stripes=stripes)
+        shelf = ServerShelf(server, steering, chunks=chunks, stripes=stripes)
         try:
             count = max(chunks, -(-_SAMPLE_KEYS // stripes))
             before = _used(server)
-            shelf.mark((1_000_000 + number, Use(0.0, 0, stored=True)) for number in range(count))
-            room = (_used(server) - before) * chunks // count
+            shelf.mark((1_000_000 + number, Use(0.0, 0, 0, stored=True)) for number in range(count))
+            shelf.room = (_used(server) - before) * chunks // count
             must(server.ask("FLUSHALL", "SYNC"))
-            empty = _used(server)
-            must(server.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-random"))
-            for _ in range(_TRIALS):  # what a key takes depends on the command and the size of the tables
-                must(server.ask("CONFIG", "SET", "maxmemory", str(empty + room)))
-                shelf.mark((1_000_000 + number, Use(0.0, 0, stored=True)) for number in range(2 * chunks))
-                room = room * chunks * stripes // _number(server.ask("DBSIZE"))
-                must(server.ask("FLUSHALL", "SYNC"))
-            must(server.ask("CONFIG", "SET", "maxmemory", str(empty + room)))
+            shelf.empty = _used(server)
+            shelf.balance()
             must(server.ask("CONFIG", "SET", "maxmemory-policy", steering.policy))
             shelf.commands = 0
             yield shelf
@@ -155,15 +162,18 @@ def server_shelf(
 
 
 def _number(reply: Reply) -> int:
-    if isinstance(reply, int) and reply:
+    if isinstance(reply, int):
         return reply
-    raise BrokenError(f"DBSIZE: {reply!r}")
+    raise BrokenError(f"no number: {reply!r}")
 
 
 def _used(server: Server) -> int:
-    info = server.ask("INFO", "memory")
-    if isinstance(info, bytes):
-        for line in info.splitlines():
-            if line.startswith(b"used_memory:"):
-                return int(line.partition(b":")[2])
-    raise BrokenError(f"INFO memory: {info!r}")
+    return _figure(server, "used_memory")
+
+
+def _figure(server: Server, name: str) -> int:
+    info = server.ask("INFO")
+    facts = info_facts(info) if isinstance(info, bytes) else {}
+    if name not in facts:
+        raise BrokenError(f"INFO has no {name}")
+    return int(facts[name])

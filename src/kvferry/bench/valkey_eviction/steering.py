@@ -20,10 +20,15 @@ LIFE_S = 30 * 86400.0
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A key is stored or used. at_s: since the trace's beginning. position: of its chunk in the prompt."""
+    """A key is stored or used. at_s: since the trace's beginning.
+
+    position: of its chunk in the prompt. rank: the same as far as the tier knows it: of what is stored the
+        node says it, of what is used the tier counts what comes before it in the call.
+    """
 
     at_s: float
     position: int
+    rank: int
     stored: bool
 
 
@@ -102,14 +107,22 @@ class Expiring:
     step_s: how much earlier a chunk expires than the one before it.
     bonus_s: how much longer than a stored chunk one lasts that was used again.
     share: instead, the bonus is this share of how long a chunk lasts now (``tiers.valkey.lifetimes``).
+    ranked: steps are by rank in place of position.
     """
 
     policy = "volatile-ttl"
 
     def __init__(
-        self, *, bucket_s: float = 0.0, step_s: float = 0.001, bonus_s: float = 0.0, share: float = 0.0
+        self,
+        *,
+        bucket_s: float = 0.0,
+        step_s: float = 0.001,
+        bonus_s: float = 0.0,
+        share: float = 0.0,
+        ranked: bool = False,
     ) -> None:
         self._share = share
+        self._ranked = ranked
         self._asked_s = 0.0
         self._bucket_s = bucket_s
         self._step_s = step_s
@@ -139,7 +152,7 @@ class Expiring:
     def command(self, use: Use) -> tuple[bytes, ...]:
         """See Steering."""
         at_s = use.at_s if not self._bucket_s else use.at_s // self._bucket_s * self._bucket_s
-        at_s -= use.position * self._step_s
+        at_s -= (use.rank if self._ranked else use.position) * self._step_s
         if use.stored:
             at_s -= self._bonus_s
         expiry = b"%d" % int((self._zero_s + at_s) * 1000)

@@ -121,7 +121,7 @@ class KvferryL2Adapter(L2AdapterInterface):  # type: ignore[misc]
             items: list[StoreItem] = []
             places: list[int] = []
             for place, ref, memory in self._parts(keys, objects):
-                items.append(StoreItem(ref, memory, ()))
+                items.append(StoreItem(ref, memory, (), position=place))
                 places.append(place)
                 sizes[place] = ref.nbytes
             if items:

@@ -138,7 +138,7 @@ class Part:
     ) -> None:
         """jobs: how many will end before the part is reported. suffixes: of the keys, see ``Protection``.
 
-        rank: how many chunks come before its own in the same call.
+        rank: how many chunks come before its own, in the prompt or at least in the call.
         """
         self.operation = operation
         self.index = index

@@ -6,7 +6,7 @@ server ranks values by. One that was asked for again ranks as used now; one just
 
     stored ──LIFE_MS - bonus_ms──►        used again ──LIFE_MS──►
 
-Of the chunks of one call each expires ``STEP_MS`` before the one in front: a prefix loses its tail first.
+Each chunk of a prompt expires ``STEP_MS`` before the one in front: a prefix loses its tail first.
 
 The bonus is a share of how long values last there at present. That is known without looking at any key: the
 server says how far away the expiries are on average.
@@ -29,7 +29,7 @@ _KEEPS_NOTHING_IN_ORDER = ("allkeys-random", "allkeys-lfu", "volatile-random", "
 class Lifetimes:
     """kept_ms: for how long values that nobody uses are kept, as far as is known.
 
-    rank, below: how many chunks came before in the same call.
+    rank, below: how many chunks come before it, in the prompt or at least in the call.
     """
 
     bonus_ms: int = 0

@@ -114,9 +114,8 @@ class ValkeyTier:
 
         operation = Operation(deadline)
         jobs: list[Job] = []
-        ranks = _ranks([item.ref for item in items])
         for index, item in enumerate(items):
-            part = self._part(operation, index, item.ref, report, rank=ranks[index])
+            part = self._part(operation, index, item.ref, report, rank=item.position)
             jobs += store_jobs(part, _exactly(item.data, item.ref.nbytes), item.checksums)
         self._router.dispatch_all(jobs)
         return operation
