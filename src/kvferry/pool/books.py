@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from kvferry.errors import BrokenError
-from kvferry.pool.entries import CatalogueStatistics, Entry, Holdings, Level, Namespace, Owner
+from kvferry.pool.entries import CatalogueStatistics, Entry, Holdings, Namespace, Owner
 
 
 def check_books(
@@ -28,19 +28,19 @@ def check_books(
         fillers.update(dict.fromkeys(holdings.filling, owner))
     runs = {entry.run for entry in entries}
     held = Counter(entry.run for entry in entries if entry.pins or entry.filler is not None)
-    protected = Counter(e.run for e in entries if _counted(e) and e.level is Level.PROTECTED)
+    reused = Counter(e.run for e in entries if _counted(e) and e.level)
     pairs = {
         "pins": (dict(pins), {entry: entry.pins for entry in entries if entry.pins}),
         "fillers": (fillers, {entry: entry.filler for entry in entries if entry.filler is not None}),
         "held slots": ([held[run] for run in runs], [run.held for run in runs]),
-        "protected slots": ([protected[run] for run in runs], [run.protected for run in runs]),
+        "reused slots": ([reused[run] for run in runs], [run.reused for run in runs]),
         "pin count": (sum(pins.values()), statistics.pins),
         "used bytes": (_slot_bytes(entries), statistics.used_bytes),
         "pinned bytes": (_slot_bytes([entry for entry in entries if entry.pins]), statistics.pinned_bytes),
         "filling bytes": (_slot_bytes(list(fillers)), statistics.filling_bytes),
         "policy bytes": (
             _slot_bytes([entry for entry in entries if _counted(entry)]),
-            statistics.probation_bytes + statistics.protected_bytes,
+            statistics.new_bytes + statistics.reused_bytes,
         ),
         "ready parts": (sum(entry.readable for entry in entries), statistics.ready_parts),
         "filling parts": (len(fillers), statistics.filling_parts),

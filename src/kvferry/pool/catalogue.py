@@ -10,7 +10,7 @@ out of date, and nothing was changed.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvferry.errors import BrokenError, RefusedError
 from kvferry.identity.names import DIGEST_BYTES, PartKey
@@ -23,7 +23,6 @@ from kvferry.pool.entries import (
     EntryState,
     Gap,
     Holdings,
-    Level,
     Namespace,
     Owner,
     Reserved,
@@ -114,19 +113,19 @@ class Catalogue:
         self._unpin(entry, 1)
 
     def touch(self, namespace: bytes, chunks: Sequence[bytes]) -> int:
-        """A request uses this prefix (once per request): make it recent, head last, and protect it.
+        """A request uses this prefix (once per request): make it recent, head last, and count the use.
 
         Of parts with a trailing number only those that a boundary at its end needs: the others are not used.
         Returns a mark for ``reserve(spare_from=...)``: all that was stamped is at or after it.
         """
-        return self._stamp(namespace, chunks, Level.PROTECTED)
+        return self._stamp(namespace, chunks, self._policy.use)
 
     def refresh(self, namespace: bytes, chunks: Sequence[bytes], *, new: int = 0) -> int:
         """As ``touch``, but not a use: puts a prefix that is being stored or loaded in order.
 
         new: the last so many chunks are new: all their parts count, and what their boundaries need.
         """
-        return self._stamp(namespace, chunks, Level.PROBATION, ends=new)
+        return self._stamp(namespace, chunks, self._policy.renew, ends=new)
 
     # --- writing
 
@@ -246,8 +245,8 @@ class Catalogue:
             free_bytes=self._slots.arena_bytes - self._slots.used_bytes,
             pinned_bytes=self._pinned_bytes,
             filling_bytes=self._filling_bytes,
-            probation_bytes=self._policy.probation_bytes,
-            protected_bytes=self._policy.protected_bytes,
+            new_bytes=self._policy.new_bytes,
+            reused_bytes=self._policy.reused_bytes,
             namespaces=len(self._namespaces),
             chunks=self._chunks,
             ready_parts=self._ready,
@@ -291,12 +290,19 @@ class Catalogue:
         if not holdings.pins and not holdings.filling:
             del self._owners[owner]
 
-    def _stamp(self, namespace: bytes, chunks: Sequence[bytes], level: Level, *, ends: int = 0) -> int:
+    def _stamp(
+        self,
+        namespace: bytes,
+        chunks: Sequence[bytes],
+        stamp: Callable[[Entry, int], int],
+        *,
+        ends: int = 0,
+    ) -> int:
         mark = self._policy.mark
+        level = 0
         for entry in self._space(namespace).needed(chunks, ends=ends):
             if entry.readable:
-                self._policy.touch(entry, level)
-                level = level.higher(entry.level)  # a head is at least as well kept as its tail
+                level = stamp(entry, level)  # a head is at least as well kept as its tail
         return mark
 
     def _pin(self, entry: Entry, owner: Owner) -> None:
@@ -398,4 +404,5 @@ class Catalogue:
         self._evicted_bytes += entry.run.slot_bytes
         self._unreported += len(self._evicted) == MAX_EVICTED_UNREPORTED
         self._evicted.append(entry.key)
+        self._policy.evicted(entry)
         self._remove(entry)

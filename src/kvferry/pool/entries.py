@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from kvferry.errors import RefusedError
 from kvferry.identity.names import MAX_PART_BYTES, MAX_PARTS, NAMESPACE_BYTES, PartKey
+from kvferry.lifetimes import NEVER
 from kvferry.pool.slots import Run
 
 MAX_TRAILING_NUMBERS = 64  # different ones in a namespace: a lookup keeps a row of its chunks for each
@@ -65,17 +66,6 @@ class Declined:
     reason: DeclineReason
 
 
-class Level(enum.Enum):
-    """The recency queue a part is in (``pool.policy``)."""
-
-    PROBATION = "probation"
-    PROTECTED = "protected"
-
-    def higher(self, other: "Level") -> "Level":
-        """The better kept of two."""
-        return Level.PROTECTED if Level.PROTECTED in (self, other) else Level.PROBATION
-
-
 class Place(enum.Enum):
     """Where the eviction order keeps an entry (``pool.policy.RecencyQueue``)."""
 
@@ -106,6 +96,7 @@ class Entry:
         "place",
         "run",
         "stamp",
+        "tick",
         "unlinked",
     )
 
@@ -118,9 +109,10 @@ class Entry:
         self.checksums: tuple[bytes, ...] = ()
         self.pins = 0
         self.unlinked = False
-        self.level = Level.PROBATION
+        self.level = 0  # how often it was used (``lifetimes.LEVELS``)
         self.place = Place.OUT
         self.stamp = 0
+        self.tick = NEVER  # of its last use, in the time of ``lifetimes``
 
     @property
     def readable(self) -> bool:
@@ -214,7 +206,8 @@ class CatalogueStatistics:
     """A frozen snapshot. Bytes and counts named without a verb are now; the rest are since start.
 
     used_bytes: slot memory of all entries (rounded up to the slot size). pinned_bytes, filling_bytes:
-    the part of it that cannot be evicted. free_bytes: pool_bytes - used_bytes.
+    the part of it that cannot be evicted. new_bytes, reused_bytes: no request used it yet, one did.
+    free_bytes: pool_bytes - used_bytes.
     """
 
     pool_bytes: int
@@ -222,8 +215,8 @@ class CatalogueStatistics:
     free_bytes: int
     pinned_bytes: int
     filling_bytes: int
-    probation_bytes: int
-    protected_bytes: int
+    new_bytes: int
+    reused_bytes: int
     namespaces: int
     chunks: int
     ready_parts: int

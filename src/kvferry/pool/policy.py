@@ -1,20 +1,22 @@
-"""Which part leaves first: two recency queues, tail first (docs/decisions/eviction.md).
+"""Which part leaves first: what is least likely to be used again soon (docs/decisions/eviction.md).
 
-New parts enter probation; parts of a prefix that is used again are protected. While probation holds
-more than its share of the pool, its coldest part leaves; otherwise the coldest of all. A prefix is
-always stamped from its tail to its head, and a head is at least as well protected as its tail, so a
-tail leaves before its head. A scan of one-time prompts only ever replaces itself.
+Parts are queued by how often they were used, each queue by recency. The victim is the coldest part of the
+queue whose coldest is worth least (``kvferry.lifetimes``), or of all, while ``as_lru`` holds. A prefix is
+always stamped from its tail to its head, and a head is at least as often used as its tail, so a tail leaves
+before its head. What left is remembered for a while: that it comes back teaches.
 """
 
 import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvferry.errors import BrokenError
-from kvferry.pool.entries import Entry, Level, Place
+from kvferry.lifetimes import LEVELS, NEVER, TOP, Lifetimes
+from kvferry.pool.entries import Entry, Place
 
-PROBATION_SHARE = 0.10
 MAX_STALE_RETURNS = 1024
+MAX_REMEMBERED = 1 << 18  # parts that left; some 200 bytes each
 
 
 class RecencyQueue:
@@ -77,13 +79,22 @@ class RecencyQueue:
         return item[1].place is Place.RETURNED and item[1].stamp == item[0]
 
 
+class _Left(NamedTuple):
+    """A part that was evicted."""
+
+    level: int
+    tick: int
+    slot_bytes: int
+
+
 class EvictionPolicy:
-    """The order in which parts leave. Queues are kept per slot size; the share is over all of them."""
+    """The order in which parts leave. Queues are kept per slot size, what is learned is of all."""
 
     def __init__(self, pool_bytes: int) -> None:
-        self._probation_limit = int(pool_bytes * PROBATION_SHARE)
-        self._queues: dict[tuple[int, Level], RecencyQueue] = {}
-        self._bytes = {Level.PROBATION: 0, Level.PROTECTED: 0}
+        self._lifetimes = Lifetimes(pool_bytes)
+        self._queues: dict[int, list[RecencyQueue]] = {}
+        self._left: OrderedDict[int, _Left] = OrderedDict()  # by hash of the key, the first to leave first
+        self._new_bytes = self._reused_bytes = 0
         self._stamp = 0
 
     @property
@@ -92,80 +103,110 @@ class EvictionPolicy:
         return self._stamp + 1
 
     @property
-    def probation_bytes(self) -> int:
-        """Slot bytes on probation, those being filled included."""
-        return self._bytes[Level.PROBATION]
+    def new_bytes(self) -> int:
+        """Slot bytes of parts that no request has used, those being filled included."""
+        return self._new_bytes
 
     @property
-    def protected_bytes(self) -> int:
-        return self._bytes[Level.PROTECTED]
+    def reused_bytes(self) -> int:
+        """Slot bytes of parts that were used."""
+        return self._reused_bytes
 
-    @property
-    def sparing_protected(self) -> bool:
-        """Whether victims come from probation only, while it has any."""
-        return self.probation_bytes > self._probation_limit
+    def spares_reused(self, victim: Entry | None) -> bool:
+        """Whether that victim leaves because parts that were used are worth more."""
+        return victim is None or (victim.level == 0 and not self._lifetimes.as_lru(self._new_bytes))
 
     def filling(self, entry: Entry) -> None:
-        """Memory was reserved. It counts as probation, so a scan in flight does not eat protected parts."""
-        self._bytes[entry.level] += entry.run.slot_bytes
+        """Memory was reserved. One that left and comes back is used."""
+        slot_bytes = entry.run.slot_bytes
+        left = self._left.pop(hash(entry.key), None)
+        if left is not None and self._lifetimes.remembered(left.tick):
+            self._lifetimes.used(left.level, left.tick, left.slot_bytes, held=0)
+            entry.level = min(left.level + 1, TOP)
+        self._lifetimes.store(slot_bytes)
+        self._count(entry, slot_bytes)
 
     def ready(self, entry: Entry) -> None:
         """Its bytes are there: it may be a victim from now on."""
-        self._stamp_entry(entry)
-        self._queue(entry).append(entry)
+        self._place(entry, entry.level)
 
-    def touch(self, entry: Entry, level: Level) -> None:
-        """Make a READY entry the most recent, at least at ``level``."""
-        self._stamp_entry(entry)
-        if level is Level.PROTECTED and entry.level is Level.PROBATION:
-            self._queue(entry).remove(entry)
-            self._bytes[Level.PROBATION] -= entry.run.slot_bytes
-            self._bytes[Level.PROTECTED] += entry.run.slot_bytes
-            entry.level = Level.PROTECTED
-            entry.run.protected += 1
-        self._queue(entry).append(entry)
+    def use(self, entry: Entry, at_least: int) -> int:
+        """A request uses a READY entry: it is the most recent, one level higher, and at least at that one."""
+        slot_bytes = entry.run.slot_bytes
+        self._lifetimes.used(entry.level, entry.tick, slot_bytes, held=slot_bytes)
+        return self._place(entry, max(min(entry.level + 1, TOP), at_least))
+
+    def renew(self, entry: Entry, at_least: int) -> int:
+        """Make a READY entry the most recent, at least at that level."""
+        self._lifetimes.leave(entry.level, entry.tick, entry.run.slot_bytes)
+        return self._place(entry, max(entry.level, at_least))
+
+    def evicted(self, entry: Entry) -> None:
+        """It is about to go because it was the victim: remember it."""
+        self._left[hash(entry.key)] = _Left(entry.level, entry.tick, entry.run.slot_bytes)
+        entry.tick = NEVER
+        while self._left:
+            oldest = next(iter(self._left.values()))
+            if len(self._left) <= MAX_REMEMBERED and self._lifetimes.remembered(oldest.tick):
+                break
+            self._left.popitem(last=False)
+            self._lifetimes.leave(*oldest)
 
     def gone(self, entry: Entry) -> None:
         """It left the pool, or was unlinked."""
         self._queue(entry).remove(entry)
-        self._bytes[entry.level] -= entry.run.slot_bytes
-        if entry.level is Level.PROTECTED:
-            entry.run.protected -= 1
+        self._lifetimes.leave(entry.level, entry.tick, entry.run.slot_bytes)
+        self._count(entry, -entry.run.slot_bytes)
 
     def unpinned(self, entry: Entry) -> None:
         self._queue(entry).unpinned(entry)
 
     def victim(self, slot_bytes: int, *, before: int | None = None) -> Entry | None:
         """The next part of that slot size, older than ``before``, to leave; None when there is none."""
-        probation, protected = (
-            entry if entry is not None and (before is None or entry.stamp < before) else None
-            for entry in (self._queue_of(slot_bytes, level).coldest() for level in Level)
-        )
-        if probation is None or protected is None:
-            return probation or protected
-        if self.sparing_protected or probation.stamp < protected.stamp:
-            return probation
-        return protected
+        lifetimes = self._lifetimes
+        as_lru = lifetimes.as_lru(self._new_bytes)
+        best, least = None, 0.0
+        for queue in self._queues.get(slot_bytes, ()):
+            entry = queue.coldest()
+            if entry is None or (before is not None and entry.stamp >= before):
+                continue
+            worth = entry.stamp if as_lru else lifetimes.worth(entry.level, entry.tick)
+            if best is None or worth < least:
+                best, least = entry, worth
+        return best
 
     def check(self, readable: Sequence[Entry]) -> None:
         """Raise BrokenError unless exactly the readable entries are queued. Slow; for tests."""
         queued: set[Entry] = set()
-        for queue in self._queues.values():
-            queued |= queue.members()
+        for levels in self._queues.values():
+            for queue in levels:
+                queued |= queue.members()
         aside = {entry for entry in readable if entry.pins and entry.place is Place.ASIDE}
         if queued | aside != set(readable):
             raise BrokenError(f"{len(readable)} parts readable, {len(queued)} queued, {len(aside)} aside")
 
-    def _stamp_entry(self, entry: Entry) -> None:
+    def _place(self, entry: Entry, level: int) -> int:
+        if level != entry.level:
+            self._queue(entry).remove(entry)
+            self._count(entry, -entry.run.slot_bytes)
+            entry.level = level
+            self._count(entry, entry.run.slot_bytes)
+        self._lifetimes.enter(level, entry.run.slot_bytes)
+        entry.tick = self._lifetimes.now
         self._stamp += 1
-        entry.stamp = self._stamp
-        entry.run.stamp = self._stamp
+        entry.stamp = entry.run.stamp = self._stamp
+        self._queue(entry).append(entry)
+        return level
+
+    def _count(self, entry: Entry, slot_bytes: int) -> None:
+        if entry.level:
+            self._reused_bytes += slot_bytes
+            entry.run.reused += 1 if slot_bytes > 0 else -1
+        else:
+            self._new_bytes += slot_bytes
 
     def _queue(self, entry: Entry) -> RecencyQueue:
-        return self._queue_of(entry.run.slot_bytes, entry.level)
-
-    def _queue_of(self, slot_bytes: int, level: Level) -> RecencyQueue:
-        queue = self._queues.get((slot_bytes, level))
-        if queue is None:
-            queue = self._queues[slot_bytes, level] = RecencyQueue()
-        return queue
+        queues = self._queues.get(entry.run.slot_bytes)
+        if queues is None:
+            queues = self._queues[entry.run.slot_bytes] = [RecencyQueue() for _ in range(LEVELS)]
+        return queues[entry.level]

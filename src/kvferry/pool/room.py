@@ -30,11 +30,11 @@ class RoomFinder:
             self._until_look[slot_bytes] -= 1
             return (victim.offset,)
         self._until_look[slot_bytes] = self._slots.slots_per_run(nbytes)
-        sparing = self._policy.sparing_protected
+        sparing = self._policy.spares_reused(victim)
         before = victim.stamp if victim is not None else spare_from
-        runs = self._slots.slab_victims(nbytes, before=before, spare_protected=sparing)
+        runs = self._slots.slab_victims(nbytes, before=before, spare_reused=sparing)
         if not runs and victim is None and sparing:
-            runs = self._slots.slab_victims(nbytes, before=before, spare_protected=False)
+            runs = self._slots.slab_victims(nbytes, before=before, spare_reused=False)
         if runs:
             return _used(runs)
         return () if victim is None else (victim.offset,)

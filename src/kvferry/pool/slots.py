@@ -38,8 +38,8 @@ def slot_bytes_for(nbytes: int) -> int:
 class Run:
     """Neighbouring slabs that serve slots of one size.
 
-    ``held``, ``protected`` and ``stamp`` are the catalogue's notes, from which ``slab_victims`` chooses:
-    how many slots are pinned or being filled, how many hold protected parts, the latest recency stamp.
+    ``held``, ``reused`` and ``stamp`` are the catalogue's notes, from which ``slab_victims`` chooses:
+    how many slots are pinned or being filled, how many hold parts that were used, the latest recency stamp.
     """
 
     __slots__ = (
@@ -47,7 +47,7 @@ class Run:
         "free",
         "fresh",
         "held",
-        "protected",
+        "reused",
         "slabs",
         "slot_bytes",
         "slots",
@@ -64,7 +64,7 @@ class Run:
         self.free: list[int] = []  # offsets, most recently freed last
         self.used: set[int] = set()
         self.held = 0
-        self.protected = 0
+        self.reused = 0
         self.stamp = 0
 
 
@@ -144,11 +144,11 @@ class SlotAllocator:
         slot_bytes = slot_bytes_for(nbytes)
         return self._length(slot_bytes) * self.slab_bytes // slot_bytes
 
-    def slab_victims(self, nbytes: int, *, before: int | None, spare_protected: bool) -> tuple[Run, ...]:
+    def slab_victims(self, nbytes: int, *, before: int | None, spare_reused: bool) -> tuple[Run, ...]:
         """Which runs to empty so that a new run for ``nbytes`` fits; empty when there is no choice.
 
         Of all windows long enough, the least recently touched one in which nothing is held, in which
-        everything is older than ``before`` (None: any age) and, if asked, nothing is protected. Runs of
+        everything is older than ``before`` (None: any age) and, if asked, nothing in them was used. Runs of
         the same slot size are not considered: emptying them slot by slot serves as well. One pass over
         the slabs.
         """
@@ -161,7 +161,7 @@ class SlotAllocator:
                 run.held
                 or run.slot_bytes == slot_bytes
                 or (before is not None and run.stamp >= before)
-                or (spare_protected and run.protected)
+                or (spare_reused and run.reused)
             ):
                 usable = 0
                 continue
