@@ -15,6 +15,8 @@ this capacity would be, and so what it would have found. While that is more, wha
 leaves first, as it does while there is next to nothing that was not used yet.
 """
 
+from itertools import accumulate
+
 TICKS = 8  # in the time that it takes to store a whole capacity
 AGES = 6 * TICKS  # told apart, in ticks; what is older is worth what that age is
 LEVELS = 4
@@ -22,9 +24,11 @@ TOP = LEVELS - 1
 NEVER = -(1 << 60)  # a tick long before all
 NEW_SHARE = 1 / 32  # of the capacity is always for what was not used yet
 _HALF_LIFE = 2 * TICKS  # of what was learned
-_PRIOR = (0.06, 0.12, 0.18, 0.24)  # share of each level thought to be used again in its first tick
+_THOUGHT = [  # share of each level that is used again in a tick, by age, before anything is learned
+    [first / (1 + 2 * age / TICKS) for age in range(AGES)] for first in (0.06, 0.12, 0.18, 0.24)
+]
 _TOLERATED = 1 / 256  # LRU may find more by this share of what is wanted: no estimate is better
-_PRIOR_WEIGHT = 0.05  # of a capacity seen for a tick: so much is what is thought before anything is learned
+_PRIOR_WEIGHT = 0.05  # of a capacity seen for a tick: so much is what is thought worth
 
 
 class Lifetimes:
@@ -102,12 +106,12 @@ class Lifetimes:
 
     def _tick(self) -> None:
         self.now += 1
+        fade = self._fade
         for level, alive in enumerate(self._alive):
-            seen, again, now = self._seen[level], self._again[level], self._again_now[level]
-            for age in range(AGES):
-                seen[age] = (seen[age] + alive[age]) * self._fade
-                again[age] = (again[age] + now[age]) * self._fade
-                now[age] = 0
+            now = self._again_now[level]
+            self._seen[level] = [(x + y) * fade for x, y in zip(self._seen[level], alive, strict=True)]
+            self._again[level] = [(x + y) * fade for x, y in zip(self._again[level], now, strict=True)]
+            self._again_now[level] = [0] * AGES
             alive.insert(0, 0.0)
             alive.pop()
         self._learn()
@@ -118,17 +122,14 @@ class Lifetimes:
         weight = _PRIOR_WEIGHT * self._capacity
         worths: list[list[float]] = []
         for level in range(LEVELS):
-            seen, again = self._seen[level], self._again[level]
-            rates = []
-            for age in range(AGES):
-                thought = weight * _PRIOR[level] / (1 + 2 * age / TICKS)
-                rates.append(min(1.0, (again[age] + thought) / (seen[age] + again[age] + weight)))
-            row = _best_yields(rates)
-            for age in range(1, AGES):
-                row[age] = min(row[age], row[age - 1])
-            if worths:
-                row = [max(pair) for pair in zip(row, worths[-1], strict=True)]
-            worths.append(row)
+            rates = [
+                (again + weight * thought) / (seen + again + weight)
+                for seen, again, thought in zip(
+                    self._seen[level], self._again[level], _THOUGHT[level], strict=True
+                )
+            ]
+            row = list(accumulate(_best_yields(rates), min))
+            worths.append([max(pair) for pair in zip(row, worths[-1], strict=True)] if worths else row)
         self._worth = worths
 
     def _compare(self) -> None:

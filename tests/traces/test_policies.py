@@ -53,7 +53,7 @@ def tokens(prompts: Sequence[Sequence[int]], found: Sequence[int], *, short: int
     )
 
 
-@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize("policy", list(PLAIN))
 @given(prompts=traces(), short=st.integers(0, BLOCK_TOKENS - 1))
 @settings(max_examples=40, deadline=None)
 def test_hits_are_those_of_a_simulation_block_by_block(
@@ -75,11 +75,11 @@ def test_no_policy_beats_the_optimum_nor_the_optimum_a_cache_that_never_forgets(
 ) -> None:
     log = log_of(prompts)
     capacities = range(1, log.distinct_blocks + 1)
-    lru, fifo, optimum = (hits(log, policy, capacities) for policy in Policy)
+    found = {policy: hits(log, policy, capacities) for policy in Policy}
     for place in range(len(capacities)):
-        assert max(lru[place].tokens, fifo[place].tokens) <= optimum[place].tokens
-        assert optimum[place].tokens <= unbounded(log).tokens
-    assert lru[-1] == fifo[-1] == optimum[-1] == unbounded(log)
+        assert all(at[place].tokens <= found[Policy.OPTIMUM][place].tokens for at in found.values())
+        assert found[Policy.OPTIMUM][place].tokens <= unbounded(log).tokens
+    assert all(at[-1] == unbounded(log) for at in found.values())
 
 
 def logged(path: Path) -> ReuseLog:
@@ -125,6 +125,7 @@ def test_the_conversation_trace_gives_the_published_hit_rates() -> None:
         return [round(100 * found.last_half_tokens / half, 1) for found in hits(log, policy, capacities)]
 
     assert rates(Policy.LRU) == [7.3, 15.3, 25.0, 33.0, 37.8]
+    assert rates(Policy.PRODUCTION) == [15.5, 20.3, 28.1, 34.2, 37.8]
     assert rates(Policy.OPTIMUM) == [32.0, 38.6, 39.8, 39.8, 39.8]
     cold = unbounded(log)
     assert round(100 * cold.last_half_tokens / half, 1) == 39.8

@@ -8,21 +8,26 @@ from kvferry.traces.policies import Policy
 
 WIDTH, HEIGHT = 760, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 110, 14, 44
-_NAMES = {Policy.OPTIMUM: "optimum", Policy.LRU: "LRU", Policy.FIFO: "FIFO"}
+_NAMES = {
+    Policy.OPTIMUM: "optimum",
+    Policy.PRODUCTION: "production",
+    Policy.LRU: "LRU",
+    Policy.FIFO: "FIFO",
+}
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #66707f; --line: #d9dee6; --paper: #fff;
-  --optimum: #1b7f5c; --lru: #2458c5; --fifo: #b4571a; }
+  --optimum: #1b7f5c; --production: #8a3fb5; --lru: #2458c5; --fifo: #b4571a; }
 @media (prefers-color-scheme: dark) { :root {
   --ink: #e6e9ee; --soft: #9aa4b2; --line: #38404d; --paper: #14181f;
-  --optimum: #4cc397; --lru: #7da4ff; --fifo: #f0995c; } }
+  --optimum: #4cc397; --production: #cf95f2; --lru: #7da4ff; --fifo: #f0995c; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 800px;
   margin: 32px auto; padding: 0 16px; }
 h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 32px 0 4px; }
 p { color: var(--soft); margin: 4px 0 12px; }
 svg { width: 100%; height: auto; } svg text { font-size: 12px; fill: var(--soft); }
 .grid { stroke: var(--line); } .limit { stroke: var(--soft); stroke-dasharray: 5 4; }
-.optimum, .lru, .fifo { fill: none; stroke-width: 2.2; }
-.optimum { stroke: var(--optimum); } .lru { stroke: var(--lru); }
+.optimum, .production, .lru, .fifo { fill: none; stroke-width: 2.2; }
+.optimum { stroke: var(--optimum); } .production { stroke: var(--production); } .lru { stroke: var(--lru); }
 .fifo { stroke: var(--fifo); } rect { fill: var(--lru); } rect.new { fill: var(--fifo); }
 pre { font-size: 12.5px; overflow-x: auto; border-top: 1px solid var(--line); padding-top: 12px; }
 """

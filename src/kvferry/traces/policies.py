@@ -1,6 +1,6 @@
-"""Hits of a cache of limited capacity: least recently used, first in first out, and the optimum.
+"""Hits of a cache of limited capacity: least recently used, first in first out, the pool's, and the optimum.
 
-All three look at blocks of a prefix tree: a request hits the blocks that are held from its first one on
+All look at blocks of a prefix tree: a request hits the blocks that are held from its first one on
 without a gap, and then wants all its blocks held. They are exact, not sampled, but visit no single block:
 
 - LRU holds a child only with its parent, and lets tails go before heads. So what a request touched last is
@@ -9,6 +9,7 @@ without a gap, and then wants all its blocks held. They are exact, not sampled, 
   capacities at once.
 - FIFO: blocks are numbered as they come in, and the newest ``capacity`` numbers are held. Blocks of one piece
   with consecutive numbers are held or missing together by the time their turn comes.
+- The pool's own policy: see ``kvferry.traces.production``.
 - The optimum (Belady, free to hold nothing of a request) keeps the blocks whose next use is soonest. Those
   kept for a request are a prefix of it, so a number per future request is all the state there is.
 """
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvferry.traces.production import ProductionCache
 from kvferry.traces.reuse import ReuseLog
 
 
@@ -27,6 +29,7 @@ class Policy(StrEnum):
 
     LRU = "lru"
     FIFO = "fifo"
+    PRODUCTION = "production"
     OPTIMUM = "optimum"
 
 
@@ -59,6 +62,8 @@ def hits(log: ReuseLog, policy: Policy, capacities: Sequence[int]) -> list[Hits]
         return _lru(log, capacities)
     if policy is Policy.FIFO:
         return [_fifo(log, capacity) for capacity in capacities]
+    if policy is Policy.PRODUCTION:
+        return [_production(log, capacity) for capacity in capacities]
     upcoming = _Upcoming.of(log)
     return [_optimum(log, upcoming, capacity) for capacity in capacities]
 
@@ -139,6 +144,15 @@ def _fifo(log: ReuseLog, capacity: int) -> Hits:
                 numbers.append(entered + 1)
             entered += total - depth
         first_piece.append(len(begins))
+    return Hits(sum(tokens), tokens[1])
+
+
+def _production(log: ReuseLog, capacity: int) -> Hits:
+    half = last_half(log)
+    tokens = [0, 0]
+    cache = ProductionCache(capacity)
+    for request in range(len(log)):
+        tokens[request >= half] += log.tokens(request, cache.request(log, request))
     return Hits(sum(tokens), tokens[1])
 
 
