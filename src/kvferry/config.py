@@ -51,17 +51,20 @@ def _socket_path() -> Path:
 class NodeSettings:
     """Everything a node can be told.
 
-    pool_bytes: host memory for KV. valkey: None keeps to host memory; holds the password, which its repr
-    and str leave out. deadline_cap_ms: no load may take longer, whatever the estimate says.
-    metrics_host, metrics_port: where metrics are served, to all who can connect; port 0: nowhere. domain:
-    the trust domain of the engines that are served; empty: that of the first one. token: what clients must
-    show; None: nothing. group: number of the group whose members may connect; None: the node's user alone.
-    encryption_keys: for what is stored in Valkey; None: it is stored as it is. valkey_quota: bytes that the
-    node may hold there. valkey_write_rate: bytes per second that it may write. None: no limit.
+    pool_bytes: host memory for KV. valkey: where more is kept; holds the password, which its repr and str
+    leave out. disk, disk_bytes: a directory in its place, and what its files may take. None: memory alone.
+    deadline_cap_ms: no load may take longer, whatever the estimate says. metrics_host, metrics_port: where
+    metrics are served, to all who can connect; port 0: nowhere. domain: the trust domain of the engines that
+    are served; empty: that of the first one. token: what clients must show; None: nothing. group: number of
+    the group whose members may connect; None: the node's user alone. encryption_keys: for what is stored in
+    Valkey; None: it is stored as it is. valkey_quota: bytes that the node may hold there. valkey_write_rate:
+    bytes per second that it may write. None: no limit.
     """
 
     pool_bytes: int = DEFAULT_POOL_BYTES
     valkey: ValkeyUrl | None = None
+    disk: Path | None = None
+    disk_bytes: int | None = None
     deadline_cap_ms: int = DEFAULT_DEADLINE_CAP_MS
     socket_path: Path = field(default_factory=_socket_path)
     metrics_port: int = DEFAULT_METRICS_PORT
@@ -161,13 +164,9 @@ class Setting:
 
 NODE_SETTINGS = (
     Setting("pool", parse_size, "SIZE", "host memory for KV, like 16GiB (default 4GiB)", "pool_bytes"),
-    Setting(
-        "valkey",
-        _parse_url_text,
-        "URL",
-        "valkey://host:port, or valkeys:// for TLS",
-        "valkey",
-    ),
+    Setting("valkey", _parse_url_text, "URL", "valkey://host:port, or valkeys:// for TLS", "valkey"),
+    Setting("disk", parse_path, "DIR", "directory to keep KV in, instead of Valkey", "disk"),
+    Setting("disk_size", parse_size, "SIZE", "what its files may take, like 500GiB", "disk_bytes"),
     Setting(
         "deadline_cap_ms",
         _parse_deadline,
@@ -378,6 +377,11 @@ def memory_bytes() -> int:
 
 
 def _check(settings: NodeSettings) -> None:
+    if settings.disk is not None and settings.valkey is not None:
+        raise MisconfiguredError("disk and valkey are both set; a node has one of them behind it: keep one")
+    if (settings.disk is None) != (settings.disk_bytes is None):
+        lacking = "disk" if settings.disk is None else "disk_size"
+        raise MisconfiguredError(f"disk and disk_size belong together; set {lacking} too")
     if settings.pool_bytes < MIN_POOL_BYTES:
         raise MisconfiguredError(
             f"a pool of {format_size(settings.pool_bytes)} holds no prefix; give it at least "

@@ -86,6 +86,13 @@ def test_a_shown_size_reads_back(number: int, unit: str) -> None:
         ),
         ({"valkey_password_file": "/nonexistent/x"}, {}, "cannot read /nonexistent/x: No such file"),
         ({}, {"KVFERRY_VALKEY_PASSWORD": "x"}, "a Valkey password is set, but no Valkey URL"),
+        ({"disk": "/kv"}, {}, "disk and disk_size belong together; set disk_size too"),
+        ({"disk_size": "1TiB"}, {}, "disk and disk_size belong together; set disk too"),
+        (
+            {"disk": "/kv", "disk_size": "1TiB", "valkey": "valkey://h"},
+            {},
+            "disk and valkey are both set; a node has one of them behind it: keep one",
+        ),
         ({}, {"KVFERRY_CONFIG": "/nonexistent.toml"}, "cannot read the configuration /nonexistent.toml"),
     ],
 )

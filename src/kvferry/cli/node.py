@@ -9,7 +9,7 @@ class _OneLineEach(argparse.HelpFormatter):
     """So that all of them fit a screen."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=30)
+        super().__init__(prog, max_help_position=32)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,10 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="TOML file with the same names")
     parser.usage = "kvferry node [options]"
     parser.formatter_class = _OneLineEach
-    parser.epilog = (
-        "Valkey's password: KVFERRY_VALKEY_PASSWORD or --valkey-password-file. The token: KVFERRY_TOKEN or "
-        "--token-file. Ends on SIGTERM or Ctrl-C."
-    )
+    parser.epilog = "Secrets also from KVFERRY_VALKEY_PASSWORD and KVFERRY_TOKEN. Ends on SIGTERM."
 
 
 def main(args: argparse.Namespace) -> int:

@@ -57,7 +57,8 @@ def render(status: dict[str, Any]) -> str:
         labelled(
             "running",
             f"{count(status['loads'])} loads, {count(status['fetches'])} fetches, "
-            f"{format_size(status['writeback_backlog_bytes'])} waiting to be written to Valkey",
+            f"{format_size(status['writeback_backlog_bytes'])} waiting to be written to "
+            f"{'disk' if status['tier'] and status['tier']['name'] == 'disk' else 'Valkey'}",
         ),
     ]
     if any((unsaved := _unsaved(counters)).values()):

@@ -58,7 +58,7 @@ class Estimator:
 
         gaps: what memory lacks. usable: see ``reach.Reach``.
         """
-        return self._verdict(asked, space, lengths=_lengths(space, gaps, usable))
+        return self._verdict(asked, space, lengths=_lengths(space, gaps, usable, self._state.behind))
 
     def _verdict(
         self,
@@ -83,7 +83,7 @@ class Estimator:
                 lengths=lengths,
             ),
             prefill=_prefill(asked),
-            rates={"valkey": fetching.rate(now)},
+            rates={self._state.behind.name.lower(): fetching.rate(now)},
             limits=Limits(cap_s=cap_s),
         )
         if decision.reason is DecisionReason.PROBE:
@@ -106,8 +106,8 @@ def _prefill(asked: Lookup) -> PrefillModel | None:
     return PrefillModel(model.base_s, model.per_token_s, model.per_token2_s)
 
 
-def _lengths(space: Namespace, gaps: Sequence[Gap], usable: bytearray) -> list[Length]:
-    """The usable boundaries, the longest of each of ``MAX_LENGTHS`` stretches, and what Valkey must bring."""
+def _lengths(space: Namespace, gaps: Sequence[Gap], usable: bytearray, behind: Tier) -> list[Length]:
+    """The usable boundaries, the longest of each of ``MAX_LENGTHS`` stretches, and what the tier must bring."""
     chunks = usable.rfind(1)
     numbers = {space.trailing_of(part) for part in space.parts}
     absent = {number: [0] * chunks for number in numbers}  # bytes by position
@@ -119,7 +119,7 @@ def _lengths(space: Namespace, gaps: Sequence[Gap], usable: bytearray) -> list[L
     sums = {number: [0, *itertools.accumulate(row)] for number, row in absent.items()}
     step = -(-chunks // MAX_LENGTHS) or 1
     ends = {usable.rfind(1, 0, last + 1) for last in range(chunks, 0, -step)}
-    name = Tier.VALKEY.name.lower()
+    name = behind.name.lower()
     return [
         Length(end, {name: nbytes} if nbytes else {})
         for end in sorted(ends - {0})

@@ -160,7 +160,7 @@ class Lookups:
         for span in spans:
             for position in span.chunks[max(0, memory - span.chunks.start) :]:
                 if not all(At(position, part) in pinned for part in span.parts):
-                    tiers[position] = Tier.VALKEY
+                    tiers[position] = self._state.behind
         needless = spans[0].chunks.start if spans else 0
         tiers[:needless] = [tiers[needless]] * needless if needless < count else []
         return tiers
@@ -276,8 +276,9 @@ class Lookups:
         record.lookup_s = now - lookup.search.started
         record.reason = reason.value
         nbytes = _bytes_by_tier(space, tiers)
-        record.reused_chunks = {tier.name.lower(): tiers.count(tier) for tier in Tier}
-        record.reused_bytes = {tier.name.lower(): nbytes.get(tier, 0) for tier in Tier}
+        both = (Tier.MEMORY, self._state.behind)
+        record.reused_chunks = {tier.name.lower(): tiers.count(tier) for tier in both}
+        record.reused_bytes = {tier.name.lower(): nbytes.get(tier, 0) for tier in both}
         end = asked.first_chunk + len(tiers)
         record.first_missing_chunk = end if end < len(lookup.prompt) else None
         lack = reach.missing if reach is not None and reason is reach.reason else None

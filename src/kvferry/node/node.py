@@ -163,6 +163,11 @@ class Node:
 
 
 def _tier(settings: NodeSettings) -> Tier | None:
+    if settings.disk is not None and settings.disk_bytes is not None:
+        from kvferry.tiers.disk.settings import DiskSettings
+        from kvferry.tiers.disk.tier import DiskTier
+
+        return DiskTier.open(DiskSettings(settings.disk, settings.disk_bytes))
     if settings.valkey is None:
         return None
     from kvferry.tiers.valkey.protection import Checksums, Sealed
@@ -206,7 +211,9 @@ def run(settings: NodeSettings) -> int:
             __version__,
             settings.socket_path,
             format_size(settings.pool_bytes),
-            f"behind it {settings.valkey}" if settings.valkey else "memory only",
+            f"behind it {settings.valkey or settings.disk}"
+            if settings.valkey or settings.disk
+            else "memory only",
         )
         node.serve()
     return 0

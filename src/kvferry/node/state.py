@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kvferry.costs import RateEstimate
 from kvferry.identity.boundaries import Span, needed_spans
 from kvferry.identity.names import DOMAIN_TAG_BYTES, PartKey, PartRef
+from kvferry.node import wire
 from kvferry.node.counters import Counters
 from kvferry.node.explain import ExplainRing
 from kvferry.node.loop import Loop
@@ -123,6 +124,12 @@ class NodeState:
     def __post_init__(self) -> None:
         """What connections hold is bounded by the pool's size."""
         self.pins = Pins(self.catalogue, pool_bytes=self.arena.nbytes)
+
+    @property
+    def behind(self) -> wire.Tier:
+        """What the tier behind memory is called in answers and counts."""
+        on_disk = self.tier is not None and self.tier.name == wire.Tier.DISK.name.lower()
+        return wire.Tier.DISK if on_disk else wire.Tier.VALKEY
 
     def note_evictions(self) -> None:
         """After reservations: remember what had to go for them."""

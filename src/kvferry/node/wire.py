@@ -50,6 +50,7 @@ class Tier(enum.IntEnum):
 
     MEMORY = 0
     VALKEY = 1
+    DISK = 2
 
 
 class Reason(enum.StrEnum):
