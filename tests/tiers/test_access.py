@@ -84,6 +84,19 @@ def test_a_missing_permission_is_named_at_start(server: Server, refused: Refused
     assert server.key_names() == []
 
 
+@pytest.mark.parametrize("name", ["psetex", "pexpire"])
+def test_a_permission_to_let_values_expire_is_needed_where_the_server_goes_by_that(
+    server: Server, refused: Refused, name: str
+) -> None:
+    with limited(server, f"-{name}") as url:
+        works(url, PASSWORD)
+        must(server.ask("CONFIG", "SET", "maxmemory-policy", "volatile-ttl"))
+        try:
+            assert f"may not run {name}" in refused(url, PASSWORD)
+        finally:
+            must(server.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-lru"))
+
+
 @pytest.mark.parametrize("name", ["cluster|slots", "asking"])
 def test_a_permission_that_a_cluster_needs_is_named_at_start(
     cluster: Cluster, refused: Refused, name: str

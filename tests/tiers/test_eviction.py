@@ -11,10 +11,13 @@ from kvferry.identity.names import PartRef
 from kvferry.testing.expectations import eventually
 from kvferry.testing.tier_contract import fetch_all, probe_all, some_bytes, some_ref, store_all
 from kvferry.tiers.contract import Outcome
+from kvferry.tiers.valkey.acl import setuser
 from kvferry.tiers.valkey.greeting import ServerReport
 from kvferry.tiers.valkey.jobs import stripe_key
 from kvferry.tiers.valkey.lifetimes import LIFE_MS, MAX_BONUS_MS, REUSED_SHARE, Lifetimes, after_info, warning
+from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.tier import ValkeyTier
+from kvferry.tiers.valkey.url import parse_url
 
 PART = 32 << 10
 ROOM = 100  # parts of that size, about
@@ -23,7 +26,10 @@ ROOM = 100  # parts of that size, about
 @pytest.fixture(scope="module")
 def small() -> Iterator[Server]:
     """A server with the documented settings."""
-    with running_server("--maxmemory-policy", "volatile-ttl", "--maxmemory-samples", "64") as server:
+    options = ("--maxmemory-policy", "volatile-ttl", "--maxmemory-samples", "64")
+    with running_server(
+        *options, "--hz", "100"
+    ) as server:  # it finds out how long values last ten times sooner
         yield server
 
 
@@ -134,15 +140,36 @@ def test_reads_go_on_while_the_server_takes_no_writes(full: Server, tier: Valkey
     assert put(tier, parts(1, 1)) == [Outcome.FAILED]
 
 
-def test_a_policy_changed_later_is_noticed(full: Server) -> None:
+def test_the_documented_user_may_do_all_that_is_needed(full: Server) -> None:
+    words = setuser("kvferry", b"", password="right").split()
+    must(full.ask(*words))
+    try:
+        tier = ValkeyTier.connect(
+            ValkeySettings(parse_url(f"valkey://kvferry:right@127.0.0.1:{full.port}"), survey_s=0.05)
+        )
+        try:
+            assert put(tier, parts(0, 2)) == [Outcome.OK] * 2
+            assert probe_all(tier, parts(0, 2)) == [Outcome.OK] * 2
+            eventually(lambda: tier._router.shards[0].warning is not None, "a survey")
+        finally:
+            tier.close()
+    finally:
+        full.ask("ACL", "DELUSER", "kvferry")
+
+
+def test_a_policy_changed_later_is_noticed(full: Server, caplog: pytest.LogCaptureFixture) -> None:
     must(full.ask("CONFIG", "SET", "maxmemory-policy", "noeviction"))
     tier = ValkeyTier.connect(full.settings(survey_s=0.05))
     try:
         assert "noeviction" in tier.statistics().detail["warning"]
+        assert caplog.text.count("noeviction") == 1
         must(full.ask("CONFIG", "SET", "maxmemory-policy", "volatile-ttl"))
         eventually(lambda: "warning" not in tier.statistics().detail, "the warning goes")
         put(tier, parts(0, 1))
         assert ttl_ms(full, parts(0, 1)[0]) > 0
+        must(full.ask("CONFIG", "SET", "maxmemory-policy", "allkeys-random"))
+        eventually(lambda: caplog.text.count("allkeys-random") == 1, "a line in the log")
+        must(full.ask("CONFIG", "SET", "maxmemory-policy", "volatile-ttl"))
         must(full.ask("SET", "of another", "application"))
         eventually(lambda: "no expiry" in tier.statistics().detail.get("warning", ""), "a new warning")
     finally:

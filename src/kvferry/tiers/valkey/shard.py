@@ -42,6 +42,7 @@ class Shard:
         self.last_error = ""
         self.lifetimes = lifetimes
         self.warning: str | None = None  # None: its settings were not looked at since the start
+        self._policy = ""
         self._surveyed_at = time.monotonic()
         self._denial = ""
         self._denied_at = 0.0
@@ -233,7 +234,12 @@ class Shard:
     def surveyed(self, facts: Mapping[str, str]) -> None:
         """What ``INFO`` says, by name."""
         self.lifetimes = after_info(self.lifetimes, facts)
-        self.warning = warning(facts)
+        found, policy = warning(facts), facts.get("maxmemory_policy", "")
+        if policy != self._policy:
+            if found and self._policy:
+                _log.warning("Valkey at %s: %s", self.address, found)
+            self._policy = policy
+        self.warning = found
 
     def _refuse_questions(self) -> None:
         queue = self._queues[Lane.SMALL]

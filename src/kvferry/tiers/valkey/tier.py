@@ -1,5 +1,6 @@
 """The Valkey tier: parts striped over one server or the shards of a Cluster."""
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -31,6 +32,8 @@ from kvferry.tiers.valkey.router import Router
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.shard import Shard
 from kvferry.tiers.valkey.tls import Tls
+
+_log = logging.getLogger(__name__)
 
 REMOVE_S = 5.0
 """How long a touch or removal in the background may take."""
@@ -67,6 +70,8 @@ class ValkeyTier:
         """
         tls = Tls(settings.url.tls) if settings.url.tls is not None else None
         report = inspect_servers(settings, tls=tls, deadline=time.monotonic() + timeout_s)
+        if advice := report.detail.get("warning"):
+            _log.warning("Valkey at %s: %s", settings.url, advice)
         tier = cls(settings, tls=tls, report=report)
         tier._router.start()
         return tier
