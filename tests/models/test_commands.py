@@ -14,6 +14,7 @@ from kvferry.cli.table import COLUMNS
 from kvferry.models.catalogue import entries
 
 NAMES = [entry.name for entry in entries()]
+WEIGHTS = {entry.name: f"{entry.parameters or 1e9:.0f}" for entry in entries()}
 
 
 def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -33,8 +34,9 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 def test_every_model_fits_the_columns(capsys: pytest.CaptureFixture[str], name: str) -> None:
     for argv in (
         ("size", name, "--explain", "--layers", "--kv-dtype", "fp8_per_token_head"),
-        ("concurrency", name, "--gpu", "gb300", "--weights", "1GB", "--explain", "--lengths", "4K:1,1M:1"),
-    ):
+        ("concurrency", name, "--gpu=h100", "--gpu-memory=3TB", f"--weights={WEIGHTS[name]}", "--explain",
+         "--lengths=4K:1,1M:1", "--gpus=1048576", "--kv-dtype=fp8_per_token_head"),
+    ):  # fmt: skip
         assert max(map(len, shown(capsys, *argv).splitlines())) <= COLUMNS
 
 

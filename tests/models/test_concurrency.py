@@ -8,16 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.errors import MisconfiguredError
-from kvferry.models.catalogue import find_model
+from kvferry.models.catalogue import entries, find_model
 from kvferry.models.concurrency import (
     Budget,
     LengthShare,
+    mean_weight_bytes,
     mixed_requests_in_flight,
     requests_in_flight,
+    weights_dtype,
     weights_of,
 )
 from kvferry.models.gpus import find_gpu, gpus
 from kvferry.models.precision import kv_dtype
+from kvferry.models.published import WEIGHT_BYTES
 from kvferry.models.sizes import Sizing
 
 GIB = 1 << 30
@@ -47,7 +50,7 @@ def test_weights_of_the_catalogue_are_parameters_times_bytes() -> None:
     model = find_model("llama-3.1-8b")
     assert weights_of(model, "bf16", None).nbytes == pytest.approx(16e9, rel=0.01)
     assert weights_of(model, "fp8", None).nbytes == pytest.approx(8e9, rel=0.01)
-    assert weights_of(model, None, 5).nbytes == 5
+    assert weights_of(model, None, 5 * 10**9).nbytes == 5 * 10**9
 
 
 def test_weights_that_nothing_says_are_refused() -> None:
@@ -130,3 +133,86 @@ def test_a_file_that_is_no_list_of_gpus_is_refused(tmp_path: Path, text: str) ->
     file.write_text(text)
     with pytest.raises(MisconfiguredError):
         gpus(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "gigabytes"),
+    [
+        ("deepseek-v3", "fp8", 673),
+        ("gpt-oss-120b", "mxfp4", 65.3),  # 60.8 GiB on its card
+        ("gpt-oss-20b", "mxfp4", 13.8),  # 12.8 GiB on its card
+        ("kimi-k2.6", "int4", 579),
+        ("deepseek-v3.1", "nvfp4", 386),
+        ("minimax-m2", "fp8", 231),
+        ("llama-3.1-8b", "bf16", 16.06),
+    ],
+)
+def test_weights_are_those_of_the_checkpoint_that_is_published(
+    name: str, dtype: str, gigabytes: float
+) -> None:
+    model = find_model(name)
+    found = weights_of(model, None, None)
+    assert found.nbytes / 1e9 == pytest.approx(gigabytes, rel=0.005)
+    assert weights_dtype(model, None) == dtype
+    assert (f"({dtype}, as published)" in found.why) == (dtype != "bf16")
+    assert mean_weight_bytes(model, None) * model.parameters == pytest.approx(found.nbytes)
+    wide = weights_of(model, "bf16", None)
+    assert wide.nbytes == round(2 * model.parameters)
+    assert (f"published in {dtype}" in wide.why) == (dtype != "bf16")
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in entries() if "quantization_config" in entry.config])
+def test_every_quantized_model_of_the_catalogue_is_of_a_known_kind(name: str) -> None:
+    model = find_model(name)
+    assert model.published.dtype in WEIGHT_BYTES
+    assert model.published.dtype != "bf16"
+    assert not model.parameters or 0 < model.published.wide < 0.4 * model.parameters
+
+
+def grouped(**weights: object) -> dict[str, object]:
+    """A ``quantization_config`` of one group of layers."""
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+
+
+@pytest.mark.parametrize(
+    ("said", "dtype", "nbytes"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8", 1),
+        ({"quant_method": "fbgemm_fp8"}, "fp8", 1),
+        ({"quant_method": "mxfp4"}, "mxfp4", 0.53125),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, "int4", 0.515625),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32}, "int4", 0.5625),
+        ({"quant_method": "awq", "bits": 4, "group_size": -1}, "int4", 0.515625),
+        ({"quant_method": "gptq", "bits": 8}, "int8", 1),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "int4", 0.515625),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8", 1),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8", 1),
+        (grouped(num_bits=8, type="float"), "fp8", 1),
+        (grouped(num_bits=4, type="float", group_size=16), "nvfp4", 0.5625),
+        (grouped(num_bits=4, type="float", group_size=32), "mxfp4", 0.53125),
+        ({"quant_method": "novel"}, "", 0),
+        ({"config_groups": {"a": None}}, "", 0),
+        ({"config_groups": []}, "", 0),
+        ({"quant_method": 7, "bits": "4"}, "", 0),
+        ([], "bf16", 2),
+        (None, "bf16", 2),
+    ],
+)
+def test_a_config_says_what_its_weights_take(tmp_path: Path, said: object, dtype: str, nbytes: float) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 1, "num_key_value_heads": 1, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    found = find_model(str(tmp_path)).published
+    assert (found.dtype, found.nbytes) == (dtype, nbytes)
+
+
+def test_weights_of_an_unknown_kind_are_asked_for() -> None:
+    model = find_model("llama-3.1-8b", {"quantization_config": {"quant_method": "novel"}})
+    with pytest.raises(MisconfiguredError, match=r"novel.*--weights"):
+        weights_of(model, None, None)
+    assert weights_of(model, "fp8", None).nbytes == round(model.parameters)
+
+
+@pytest.mark.parametrize("given", [0, 1, 16, 16_000, 700 * 10**6, 70 * 10**9])
+def test_weights_that_no_such_model_has_are_refused(given: int) -> None:
+    with pytest.raises(MisconfiguredError, match="like 16GB"):
+        weights_of(find_model("llama-3.1-8b"), None, given)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,10 @@ from kvferry.cli.quantities import (
     sizing_of,
     tokens,
 )
-from kvferry.cli.table import labelled, table
+from kvferry.cli.table import COLUMNS, labelled, table
 from kvferry.config import format_size, parse_size
 from kvferry.errors import MisconfiguredError
 from kvferry.models.concurrency import (
-    WEIGHT_BYTES,
     Budget,
     LengthShare,
     Weights,
@@ -30,6 +30,7 @@ from kvferry.models.concurrency import (
     weights_of,
 )
 from kvferry.models.gpus import Gpu, find_gpu, gpus
+from kvferry.models.published import WEIGHT_BYTES
 from kvferry.models.sizes import Sizing
 from kvferry.values import parse_path
 
@@ -63,7 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", metavar="N", help="GPUs in all (those of one replica)")
     parser.add_argument("--utilization", default="0.9", metavar="SHARE", help="gpu_memory_utilization (0.9)")
     parser.add_argument("--weights", metavar="SIZE", help="of all weights, like 16GB")
-    parser.add_argument("--weights-dtype", choices=list(WEIGHT_BYTES), help="parameters x this (bf16)")
+    parser.add_argument(
+        "--weights-dtype",
+        choices=list(WEIGHT_BYTES),
+        metavar="DTYPE",
+        help=f"{', '.join(WEIGHT_BYTES)} (as published)",
+    )
     parser.add_argument(
         "--overhead", default="3GB", metavar="SIZE", help="per GPU: activations, graphs (3GB)"
     )
@@ -256,30 +262,41 @@ def render(plan: Plan) -> str:
         lines.append(
             labelled("price", f"not known for {gpu.name}; give yours with --gpus-file FILE (usd_per_hour)")
         )
+    lines += [
+        "",
+        "Requests in flight, each of so many tokens (per GPU: what one reserves):",
+        _in_flight(plan),
+    ]
+    if plan.lengths:
+        lines += ["", _mixed(plan)]
+    lines += [labelled("note", note) for note in notes_of(first, plan.contexts)]
+    return "\n".join(lines)
+
+
+def _in_flight(plan: Plan) -> str:
+    """The dtypes side by side; where that is too wide, one below the other."""
+    together = _table_of(plan, plan.sizings)
+    if max(map(len, together.splitlines())) <= COLUMNS:
+        return together
+    return "\n\n".join(_table_of(plan, (sizing,)) for sizing in plan.sizings)
+
+
+def _table_of(plan: Plan, sizings: Sequence[Sizing]) -> str:
     head = ["tokens"]
-    for sizing in plan.sizings:
-        name = sizing.dtype.name
-        head += [f"{name}: per GPU", "per replica", "fleet"]
+    for sizing in sizings:
+        head += [f"{sizing.dtype.name}: per GPU", "per replica", "fleet"]
     rows = []
     for context in plan.contexts:
         row = [tokens(context)]
-        for sizing in plan.sizings:
-            number = requests_in_flight(budget, sizing, context)
+        for sizing in sizings:
+            number = requests_in_flight(plan.budget, sizing, context)
             row += [
                 format_size(sizing.request(context).gpu_reserved),
                 f"{number:,}",
                 f"{number * plan.replicas:,}",
             ]
         rows.append(row)
-    lines += [
-        "",
-        "Requests in flight, each of so many tokens (per GPU: what one reserves):",
-        table(head, rows),
-    ]
-    if plan.lengths:
-        lines += ["", _mixed(plan)]
-    lines += [labelled("note", note) for note in notes_of(first, plan.contexts)]
-    return "\n".join(lines)
+    return table(head, rows)
 
 
 def _mixed(plan: Plan) -> str:

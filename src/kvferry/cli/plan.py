@@ -22,9 +22,10 @@ from kvferry.cli.table import COLUMNS
 from kvferry.config import parse_size
 from kvferry.errors import MisconfiguredError
 from kvferry.models.catalogue import entries, find_model
-from kvferry.models.concurrency import WEIGHT_BYTES, weights_of
+from kvferry.models.concurrency import mean_weight_bytes, weights_dtype, weights_of
 from kvferry.models.gpus import Gpu, find_gpu
 from kvferry.models.layers import Model
+from kvferry.models.published import WEIGHT_BYTES
 from kvferry.models.sizes import MAX_RANKS
 from kvferry.values import parse_path
 
@@ -98,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_machines(group: Any) -> None:
     group.add_argument("--weights", metavar="SIZE", help="of all weights, like 16GB")
     group.add_argument(
-        "--weights-dtype", choices=list(WEIGHT_BYTES), metavar="DTYPE", help="parameters x this (bf16)"
+        "--weights-dtype", choices=list(WEIGHT_BYTES), metavar="DTYPE", help="x parameters (as published)"
     )
     group.add_argument("--active-parameters", metavar="N", help="that a token uses, like 22e9")
     group.add_argument("--kv-dtype", choices=["fp8", "bf16"], default="fp8", help="of the KV cache (fp8)")
@@ -236,7 +237,7 @@ def question_of(args: argparse.Namespace) -> Question:
         overhead_bytes=_size("--overhead", args.overhead),
         memory_bytes=None if args.gpu_memory is None else _size("--gpu-memory", args.gpu_memory, lowest=1),
         host_bytes=None if args.host_memory is None else _size("--host-memory", args.host_memory),
-        weight_bytes=WEIGHT_BYTES[args.weights_dtype or "bf16"],
+        weight_bytes=mean_weight_bytes(model, args.weights_dtype),
         gpus_per_host=flag_count("--gpus-per-host", args.gpus_per_host, highest=1024),
         routing=Routing(args.routing),
         shard=_shard(args),
@@ -246,7 +247,7 @@ def question_of(args: argparse.Namespace) -> Question:
         prefill_tokens_s=None
         if rate is None
         else _number("--prefill-tokens-s", rate, lowest=1e-3, highest=1e9),
-        flops=gpu.fp8_tflops or None if args.weights_dtype == "fp8" else None,
+        flops=gpu.fp8_tflops or None if weights_dtype(model, args.weights_dtype) == "fp8" else None,
     )
 
 

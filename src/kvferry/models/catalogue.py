@@ -18,7 +18,10 @@ MAX_CONFIG_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A model. source: where its config is published; read: when it was read; via: in which public copy."""
+    """A model. source: where its config is published; read: when it was read; via: in which public copy.
+
+    parameters: weights in all, 0 where not known; wide: those that a quantized checkpoint leaves in 16 bits.
+    """
 
     name: str
     repo: str
@@ -27,6 +30,7 @@ class Entry:
     read: str
     via: str
     parameters: float
+    wide: float
     config: Mapping[str, Any]
 
 
@@ -43,6 +47,7 @@ def entries() -> tuple[Entry, ...]:
             read=entry["read"],
             via=entry["via"],
             parameters=entry.get("parameters", 0.0),
+            wide=entry.get("wide_parameters", 0.0),
             config=entry["config"],
         )
         for entry in document["models"]
@@ -80,7 +85,11 @@ def find_model(name: str, overrides: Mapping[str, Any] | None = None) -> Model:
         )
     source = f"{entry.source}, read {entry.read} in {entry.via}"
     return read_model(
-        _apply(entry.config, overrides), name=entry.name, source=source, parameters=entry.parameters
+        _apply(entry.config, overrides),
+        name=entry.name,
+        source=source,
+        parameters=entry.parameters,
+        wide=entry.wide,
     )
 
 

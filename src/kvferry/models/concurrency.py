@@ -7,10 +7,11 @@ from pathlib import Path
 
 from kvferry.errors import MisconfiguredError
 from kvferry.models.layers import Model
+from kvferry.models.published import WEIGHT_BYTES, WIDE_BYTES
 from kvferry.models.sizes import Sizing
 
-# Bytes of a weight. 4-bit weights carry a scale of 1 byte per 16 (NVFP4).
-WEIGHT_BYTES = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "fp4": 0.5625}
+LEAST_WEIGHTS = 1_000_000  # bytes; no model that is served has fewer
+PLAUSIBLE_BYTES = (0.1, 8.0)  # of a weight
 MAX_INDEX_BYTES = 256 << 20
 
 
@@ -91,11 +92,13 @@ def mixed_requests_in_flight(budget: Budget, sizing: Sizing, lengths: Sequence[L
 
 
 def weights_of(model: Model, dtype: str | None, given: int | None) -> Weights:
-    """The weights: as given, as the model directory has them, or parameters x bytes.
+    """The weights: as given, as the model directory has them, or parameters x bytes as published.
 
-    Raises MisconfiguredError where nothing says it.
+    dtype: a name of ``WEIGHT_BYTES`` in place of the published one. Raises MisconfiguredError where nothing
+    says it, and for a size that such weights cannot have.
     """
     if given is not None:
+        _refuse_implausible(model, given)
         return Weights(given, "as given")
     if dtype is None and model.source:
         stored = _stored(Path(model.source).parent) if Path(model.source).is_file() else None
@@ -106,11 +109,59 @@ def weights_of(model: Model, dtype: str | None, given: int | None) -> Weights:
             f"the number of weights of {model.name} is not known; give what the weights take, like --weights "
             "16GB (the size of its safetensors files)"
         )
-    name = dtype or "bf16"
-    nbytes = WEIGHT_BYTES[name]
-    return Weights(
-        round(model.parameters * nbytes), f"{model.parameters / 1e9:g} bn parameters x {nbytes:g} B ({name})"
-    )
+    return _counted(model, dtype)
+
+
+def weights_dtype(model: Model, dtype: str | None) -> str:
+    """As asked, else as published."""
+    return dtype or model.published.dtype
+
+
+def mean_weight_bytes(model: Model, dtype: str | None) -> float:
+    """Of one weight, on average, with its scales."""
+    if dtype is not None:
+        return WEIGHT_BYTES[dtype]
+    if model.parameters and model.published.dtype:
+        return model.published.total(model.parameters) / model.parameters
+    return model.published.nbytes or WIDE_BYTES
+
+
+def _counted(model: Model, dtype: str | None) -> Weights:
+    published, count = model.published, model.parameters
+    if dtype is not None or not published.quantized:
+        name = dtype or published.dtype
+        nbytes = WEIGHT_BYTES[name]
+        why = f"{count / 1e9:g} bn parameters x {nbytes:g} B ({name})"
+        if published.quantized and name != published.dtype:
+            why += f"; published in {published.dtype or 'another dtype'}"
+        return Weights(round(count * nbytes), why)
+    if not published.dtype:
+        raise MisconfiguredError(
+            f"the weights of {model.name} are of a kind not known here ({published.why}); give what they "
+            "take, like --weights 16GB (the size of its safetensors files), or --weights-dtype"
+        )
+    total = published.total(count)
+    if published.wide:
+        why = (
+            f"{(count - published.wide) / 1e9:,.4g} bn parameters x {published.nbytes:g} B "
+            f"({published.dtype}, as published) + {published.wide / 1e9:.3g} bn x {WIDE_BYTES:g} B (bf16)"
+        )
+    else:
+        why = f"{count / 1e9:g} bn parameters x {published.nbytes:g} B ({published.dtype}, as published)"
+    return Weights(round(total), why)
+
+
+def _refuse_implausible(model: Model, given: int) -> None:
+    lowest, highest = PLAUSIBLE_BYTES
+    count = model.parameters
+    if given < LEAST_WEIGHTS:
+        raise MisconfiguredError(f"weights of {given:,} bytes are no model's; write the unit, like 16GB")
+    if count and not lowest * count <= given <= highest * count:
+        raise MisconfiguredError(
+            f"weights of {given / 1e9:,.3g} GB are {given / count:.2g} bytes for each of the "
+            f"{count / 1e9:g} bn parameters of {model.name}; give the size of all its safetensors files, "
+            "like 16GB"
+        )
 
 
 def _stored(directory: Path) -> Weights | None:

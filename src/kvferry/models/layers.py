@@ -9,6 +9,8 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvferry.models.published import PLAIN, Published
+
 
 class Span(enum.Enum):
     """Which tokens of a sequence a layer keeps."""
@@ -108,6 +110,7 @@ class Model:
     facts: the fields of the config that this was read from, with their values.
     notes: what a reader of the numbers should know: defaults of the architecture, layers left out.
     max_context: the longest sequence the config allows, in tokens; 0 where it does not say.
+    published: what a weight takes in the checkpoint.
     """
 
     name: str
@@ -118,6 +121,7 @@ class Model:
     notes: tuple[str, ...]
     source: str = ""
     parameters: float = 0.0  # weights in all, as published; 0 where not known
+    published: Published = PLAIN
 
     @property
     def numbers(self) -> tuple[int, ...]:

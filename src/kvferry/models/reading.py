@@ -8,6 +8,7 @@ from kvferry.errors import MisconfiguredError
 from kvferry.models import attention, latent, mamba, older, overrides, recurrent
 from kvferry.models.facts import Facts
 from kvferry.models.layers import Layer, Model
+from kvferry.models.published import published
 
 Reader = Callable[[Facts], tuple[Layer, ...]]
 
@@ -107,8 +108,10 @@ READERS: dict[str, Reader] = _table(
 )
 
 
-def read_model(config: Mapping[str, Any], *, name: str, source: str = "", parameters: float = 0.0) -> Model:
-    """The layers that a config describes.
+def read_model(
+    config: Mapping[str, Any], *, name: str, source: str = "", parameters: float = 0.0, wide: float = 0.0
+) -> Model:
+    """The layers that a config describes. wide: weights that a quantized checkpoint leaves in 16 bits.
 
     Raises MisconfiguredError for an architecture that is not known, for missing fields (all of them named)
     and for values that contradict each other.
@@ -150,6 +153,7 @@ def read_model(config: Mapping[str, Any], *, name: str, source: str = "", parame
         notes=tuple(facts.notes),
         source=source,
         parameters=parameters,
+        published=published(text, config, wide=wide),
     )
 
 
