@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.bench import tiers
+from kvferry.bench.tier_disk import DiskRow
 from kvferry.bench.tier_protection import Protected
 from kvferry.config import NODE_SETTINGS
 from kvferry.errors import MisconfiguredError
@@ -68,6 +69,16 @@ def test_every_protection_is_measured_beside_the_unchecked_path(capsys: pytest.C
     text = tiers.render(tiers.Report(protection=[Protected(**row) for row in report["protection"]]))
     assert "TLS + AES-GCM" in text
     assert {len(line) for line in text.splitlines() if line.startswith(("GET", "SET"))} == {102}
+
+
+def test_the_disk_is_measured_beside_a_bare_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--parts", "0.5,32", "--rounds", "1", "--sample-mib", "4", "--only", "disk")
+    assert tiers.main(parse(*small, "--json")) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [(row["operation"], row["part_mib"]) for row in report["disk"]] == [("read", 0.5), ("write", 0.5)]
+    text = tiers.render(tiers.Report(disk=[DiskRow(**row) for row in report["disk"]]))
+    assert "kvferry" in text
+    assert text.count("0.5") >= 2
 
 
 def test_no_setting_leads_to_the_unchecked_path() -> None:

@@ -19,9 +19,8 @@ from kvferry.identity.names import PartKey, PartRef
 from kvferry.identity.stripes import HEADER_BYTES, part_checksums, stripe_plan
 from kvferry.pool.arena import Arena
 from kvferry.pool.prepare import PrepareThread
-from kvferry.tiers.contract import FetchItem, FetchResult, Outcome, StoreItem
+from kvferry.tiers.contract import FetchItem, FetchResult, Outcome, StoreItem, Tier
 from kvferry.tiers.valkey.jobs import stripe_key
-from kvferry.tiers.valkey.tier import ValkeyTier
 from kvferry.tiers.valkey.url import Address
 
 BARE_DEPTH = 8
@@ -108,7 +107,7 @@ class TierArm:
 
     name = "kvferry"
 
-    def __init__(self, tier: ValkeyTier) -> None:
+    def __init__(self, tier: Tier) -> None:
         self._tier = tier
 
     def prepare(self, parts: Parts) -> None:

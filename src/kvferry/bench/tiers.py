@@ -21,6 +21,7 @@ from kvferry.bench.tier_checks import (
     allocator_overhead,
     shards_add_up,
 )
+from kvferry.bench.tier_disk import DiskRow, disk_lines, measure_disk
 from kvferry.bench.tier_protection import Protected, measure_protection, protection_lines
 from kvferry.demo.processes import StoppedError, stop_on_signals
 from kvferry.errors import MisconfiguredError
@@ -30,7 +31,7 @@ from kvferry.tiers.valkey.tier import ValkeyTier
 PART_MIB = (2.5, 4.0, 6.0, 10.0, 32.0)
 ROUNDS = 9
 SAMPLE_BYTES = 256 << 20
-CHECKS = ("transfers", "protection", "allocator", "shards")
+CHECKS = ("transfers", "protection", "allocator", "shards", "disk")
 SHARD_PARTS = 32
 MIN_PART_MIB = 0.01
 MAX_PART_MIB = 256
@@ -73,6 +74,7 @@ class Report:
     protection: list[Protected] = field(default_factory=list)
     allocator_overhead: dict[str, float] = field(default_factory=dict)
     shards: dict[str, float] = field(default_factory=dict)
+    disk: list[DiskRow] = field(default_factory=list)
     not_measured: dict[str, str] = field(default_factory=dict)
 
 
@@ -159,6 +161,10 @@ def run(
                 "three_mb_s": statistics.median(three) / 1e6,
                 "ratio": statistics.median(b / a for a, b in zip(one, three, strict=True)),
             }
+    if "disk" in checks:
+        with _or_why(report, "disk"):
+            progress("disk")
+            report.disk = measure_disk(part_mib, rounds, sample_bytes)
     return report
 
 
@@ -257,10 +263,12 @@ def _summary(
 
 def render(report: Report) -> str:
     """The report as text."""
-    lines = [f"{report.server}, {report.rounds} rounds of {report.sample_mib} MiB, one machine, loopback", ""]
+    where = f"{report.server}, loopback" if report.server else "one machine"
+    lines = [f"{where}, {report.rounds} rounds of {report.sample_mib} MiB", ""]
     if report.transfers:
         lines += _transfer_lines(report.transfers)
     lines += protection_lines(report.protection)
+    lines += disk_lines(report.disk, WANTED_RATIO)
     if report.allocator_overhead:
         shares = ", ".join(f"{mib} MiB {share:.1%}" for mib, share in report.allocator_overhead.items())
         worst = max(report.allocator_overhead.values())

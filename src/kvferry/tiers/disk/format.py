@@ -10,6 +10,7 @@ torn write, is not linked to what is before it, so a scan ends there. Integers a
 
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import xxhash
@@ -61,6 +62,7 @@ def head_bytes(part_bytes: int) -> int:
     return padded(HEADER_BYTES * (1 + len(stripe_plan(part_bytes))))
 
 
+@lru_cache(maxsize=4096)
 def record_bytes(part_bytes: int) -> int:
     """The whole record."""
     return head_bytes(part_bytes) + padded(part_bytes)
@@ -147,9 +149,10 @@ def _block(fields: bytes) -> bytes:
 
 def _checked(layout: struct.Struct, data: bytes) -> tuple[Any, ...] | None:
     """The fields, if the check behind them fits."""
-    if len(data) < layout.size + _CHECK.size:
+    size = layout.size
+    if len(data) < size + _CHECK.size:
         return None
-    (check,) = _CHECK.unpack_from(data, layout.size)
-    if check != xxhash.xxh3_64_intdigest(data[: layout.size]):
+    (check,) = _CHECK.unpack_from(data, size)
+    if check != xxhash.xxh3_64_intdigest(data[:size]):
         return None
     return layout.unpack_from(data)

@@ -100,10 +100,10 @@ class RecordIO:
         self._head[:BLOCK_BYTES] = block
         _move(self._files.write, Place(segment, 0, 0), [self._head[:BLOCK_BYTES]])
 
-    def read_block(self, segment: int, offset: int) -> bytes:
-        """One block; less where the file ends."""
+    def read_block(self, segment: int, offset: int) -> memoryview:
+        """One block, until the next is read or written; less where the file ends."""
         block = self._head[:BLOCK_BYTES]
-        return bytes(block[: self._files.read(segment, [block], offset)])
+        return block[: self._files.read(segment, [block], offset)]
 
     def _pieces(self, memory: memoryview, *, fill: bool) -> tuple[list[memoryview], list[memoryview]]:
         """The whole blocks, and the partial one. fill: with what the memory holds, as needed."""

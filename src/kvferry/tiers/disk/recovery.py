@@ -13,7 +13,7 @@ from kvferry.tiers.disk.format import (
 )
 from kvferry.tiers.disk.segments import Scanned
 
-Read = Callable[[int], bytes]
+Read = Callable[[int], memoryview]
 """offset -> the block there, less of it where the file ends."""
 
 
