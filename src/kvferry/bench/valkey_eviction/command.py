@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``kvferry bench valkey-eviction``."""
     parser.add_argument("traces", nargs="*", type=Path, metavar="FILE", help="traces that identify content")
     parser.add_argument("--chunks", default="6554,13107", metavar="N,...", help="room (default 6554,13107)")
-    parser.add_argument("--stripes", default="1,8", metavar="N,...", help="keys of a chunk (default 1,8)")
+    parser.add_argument("--stripes", default="1", metavar="N,...", help="keys of a chunk (default 1)")
     parser.add_argument(
         "--samples", default="5,10,64", metavar="N,...", help="maxmemory-samples (default 5,10,64)"
     )
