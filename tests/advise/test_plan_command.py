@@ -332,3 +332,11 @@ def test_the_page_about_it_names_every_argument_and_every_field(capsys: pytest.C
         *document["price"],
     ):
         assert f"`{field}`" in text, field
+
+
+def test_a_name_of_untuned_weights_is_said_to_stand_for_the_checkpoint_that_is_served(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said, tuned = (" ".join(found(capsys, name)["assumptions"]) for name in ("chat", "agent"))
+    assert "Commands name meta-llama/Llama-3.1-8B, under which the config is published" in said
+    assert "Commands name" not in tuned

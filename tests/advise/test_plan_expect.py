@@ -84,10 +84,14 @@ def test_a_fifth_of_the_reuse_is_lost_to_hosts_where_users_come_back_after_days(
 
 
 def test_gpus_that_the_load_would_need_beyond_the_fleet_are_purchases_put_off() -> None:
+    """The fleet's hours and those beyond it, each once: together, what the table says."""
     plan = make(question(gpu="a100", kind=Kind.AGENT))
     before, after = (found.busy or 0 for found in plan.expected[1:])
     assert before > 1 > after
-    assert plan.verdict.deal.deferred_usd_month == pytest.approx((before - 1) * 8 * 3.0 * 730)
+    money, deal = plan.verdict.money, plan.verdict.deal
+    assert money
+    assert money.benefit_usd == pytest.approx((before - after) * 8 * 3.0 * 730)
+    assert money.gpu_hours + deal.deferred_usd_month / 3.0 == pytest.approx((before - after) * 8 * 730)
     assert make(question(kind=Kind.CHAT)).verdict.deal.deferred_usd_month == 0
 
 
@@ -123,14 +127,17 @@ def test_a_trace_says_how_long_a_conversation_is_kept_after_a_turn_and_when_it_i
     """Dropped after 60 s, within which 96% lie: half of the turns are the last of two."""
     gaps = {"within": [{"gap_s": 1, "share": 0.5}, {"gap_s": 60, "share": 0.96}], "longest_s": 99}
     found = {
+        "block_tokens": 50,
         "traffic": {
             "requests": 10,
             "span_s": 10,
             "input_tokens": 1000,
+            "last_half": {"first_request": 5, "input_tokens": 500},
             "input_quantiles": {"p50": 90, "p99": 200},
             "output_quantiles": {"p50": 5},
         },
         "reuse": {
+            "hit_rate": {"last_half": 0.3},
             "conversations": {"number": 5, "growth_tokens": {"p50": 25}},
             "by_capacity": [
                 {"tokens": 100, "lru": {"last_half": 0.3}},
@@ -142,7 +149,7 @@ def test_a_trace_says_how_long_a_conversation_is_kept_after_a_turn_and_when_it_i
     numbers, curve, _ = from_document(found, name="x")
     mean = 1 * (1 + 0.5) / 2 + 59 * (0.5 + 0.04) / 2
     assert numbers.gap_s == pytest.approx(mean / 2 + 60 / 2)
-    assert replace(numbers, gap_s=None) == Numbers(90, 200, 100, 20, 5, 2, None, None, 1, None, 0)
+    assert replace(numbers, gap_s=None) == Numbers(90, 200, 100, 20, 5, 2, None, None, 1, 0.3, 0)
     assert curve is not None and curve.points == ((100, 0.3), (200, 0.3))
     gaps["within"] = [{"gap_s": 1, "share": 0.5}]
     gaps["longest_s"] = 7200

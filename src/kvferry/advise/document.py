@@ -1,5 +1,6 @@
 """A plan as one JSON document, which every way to show it is made from. docs/plan.md has the fields."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -17,6 +18,7 @@ from kvferry.advise.workload import Numbers, Workload
 
 VALKEY = "valkeys://kvferry@valkey.internal:6379"
 FLAG_COLUMNS = 100
+_TUNED = re.compile(r"instruct|chat|-it(?:-|$)|deepseek|gpt-oss|qwen3|kimi|glm|minimax")
 
 
 def document(
@@ -68,9 +70,19 @@ def document(
         "returns": [_return(found) for found in plan.returns],
         "error": {"prefill": PREFILL_ERROR, "load": LOAD_ERROR},
         "price": _price(plan),
-        "assumptions": list(assumptions(plan)),
+        "assumptions": [*assumptions(plan), *_named(path)],
         "explanation": list(explain(plan)),
     }
+
+
+def _named(path: str) -> list[str]:
+    """Weights that nobody tuned for a task answer no chats."""
+    if "/" not in path or path.startswith(("/", ".", "~")) or _TUNED.search(path.lower()):
+        return []
+    return [
+        f"Commands name {path}, under which the config is published: put the checkpoint that you serve, "
+        "which for chats is one that was tuned for them."
+    ]
 
 
 def workload(load: Workload) -> dict[str, Any]:

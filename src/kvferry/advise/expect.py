@@ -78,7 +78,7 @@ def held(served: Served, load: Workload, *, keeps: Keeps, shared_tokens: float, 
     if routing is Routing.ROUND_ROBIN:
         found /= served.replicas
         if keeps is not Keeps.GPU:
-            pools = served.host_tokens(load.grown_tokens) * served.replicas
+            pools = served.pool_tokens(load.grown_tokens) * served.replicas
             found = max(found, load.curve.at(pools) / served.hosts)
     new = load.requests_s * (load.context_mean * (1 - found) + load.output_tokens)
     if tokens * served.replicas < new * load.resume_h * 3600:

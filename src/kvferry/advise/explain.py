@@ -31,11 +31,16 @@ def explain(plan: Plan) -> tuple[str, ...]:
     )
 
 
+def number(value: float) -> str:
+    """``43,600``, ``0.947``, ``1.28``: whole from a hundred on, else three digits."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def _inputs(plan: Plan) -> list[str]:
     load, served, question = plan.load, plan.served, plan.question
     names = [*Numbers.__slots__, "first_tokens", "grown_tokens"]
     return [
-        *(f"{name} = {getattr(load, name):,.4g} ({load.origin.get(name, '-')})" for name in names),
+        *(f"{name} = {number(getattr(load, name))} ({load.origin.get(name, '-')})" for name in names),
         f"GPU = {served.gpu.name}: {served.budget.memory_bytes / 1e9:g} GB, {served.gpu.bandwidth_gb_s:,g} "
         f"GB/s, {question.flops or served.gpu.bf16_tflops:,g} TFLOP/s ({served.gpu.source or 'given'}, "
         f"{served.gpu.date})",
@@ -133,10 +138,14 @@ def _speed(plan: Plan) -> list[str]:
             f"s + {found.kv_bytes:,} B loaded: {plan.link.start_s:g} s + at {plan.link.bytes_s / 1e9:,.2f} "
             f"GB/s = {found.shared_s:,.3f} s"
         )
+    load = plan.load
+    read = f"weights {compute.weights_bytes:,.0f} B"
+    if compute.active_bytes < compute.weights_bytes:
+        read = f"(at most {read}, {compute.active_bytes:,.0f} B x requests)"
+    kv = plan.served.gpu_bytes(load.context_mean + load.output_tokens / 2)
     lines.append(
-        f"decode step = weights {compute.weights_bytes:,.0f} B / {compute.ranks} / ({WEIGHT_BANDWIDTH:g} x "
-        f"{compute.bandwidth:.3e}) + requests x {plan.served.gpu_bytes(plan.load.context_p50):,} B / "
-        f"({KV_BANDWIDTH:g} x {compute.bandwidth:.3e})"
+        f"decode step = {read} / {compute.ranks} / ({WEIGHT_BANDWIDTH:g} x {compute.bandwidth:.3e}) + "
+        f"requests x {kv:,} B / ({KV_BANDWIDTH:g} x {compute.bandwidth:.3e})"
     )
     return lines
 
@@ -172,7 +181,16 @@ def _rates(plan: Plan) -> list[str]:
 def _money(plan: Plan) -> list[str]:
     if plan.verdict.money is None:
         return ["price: the GPU's hour or its prefill rate is unknown"]
-    return list(explain_price(plan.verdict.deal))
+    own, tier, deal = plan.expected[1], plan.expected[2], plan.verdict.deal
+    lines = []
+    if own.times and tier.times and tier.times.prefill_s < own.times.prefill_s:
+        lines.append(
+            f"prefill rate of what the tier saves = {plan.load.context_mean:,.0f} tokens x "
+            f"({tier.hit_rate:.4f} - {own.hit_rate:.4f}) / ({own.times.prefill_s:.3f} s - "
+            f"{tier.times.prefill_s:.3f} s) / {plan.served.tensor} GPUs = {deal.prefill_tokens_s:,.0f} "
+            "tokens/s"
+        )
+    return [*lines, *explain_price(deal)]
 
 
 def assumptions(plan: Plan) -> tuple[str, ...]:
@@ -213,6 +231,10 @@ def assumptions(plan: Plan) -> tuple[str, ...]:
         f"direction, not a number. At most {MAX_SEQUENCES} answers run at once in a replica."
     )
     found.append("Host memory loads at 20 GB/s per GPU, which no published point backs.")
+    found.append(
+        "Decode steps are memory reads alone, without launches, all-reduces and samplers: tok/s each is an "
+        "upper bound, the more so where a token uses few of the weights."
+    )
     if any(part.state_bytes for part in plan.served.parts):
         found.append(
             "Recurrent state is counted once for a conversation; a shared tier keeps it once for each "

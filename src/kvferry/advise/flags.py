@@ -72,10 +72,10 @@ def sglang_arguments(
         found += ["--tp-size", str(settings.tensor)]
     if settings.kv_dtype == "fp8":
         found += ["--kv-cache-dtype", "fp8_e4m3"]
-    if settings.shared or settings.offload_bytes:
+    if settings.sglang_rank_bytes:
         found += [
             *("--page-size", str(HICACHE_PAGE_TOKENS), "--enable-hierarchical-cache"),
-            *("--hicache-size", str(max(1, settings.offload_bytes // settings.tensor // 1_000_000_000))),
+            *("--hicache-size", str(max(1, settings.sglang_rank_bytes // 1_000_000_000))),
             *("--hicache-mem-layout", "page_first", "--hicache-io-backend", "kernel"),
             *("--hicache-write-policy", "write_through"),
         ]

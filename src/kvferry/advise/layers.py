@@ -42,13 +42,14 @@ def sentence(text: str) -> str:
 def _architecture(plan: Plan) -> Advice:
     served = plan.served
     per_token = served.copy_bytes(plan.load.grown_tokens) / max(1, round(plan.load.grown_tokens))
+    dtypes = " and ".join(dict.fromkeys(part.dtype.name for part in served.parts))
     return Advice(
         "architecture",
         (f"TP {served.tensor}, {served.replicas} replica{'s' if served.replicas > 1 else ''}",),
         (
             f"{plan.tensor_why}.",
-            f"A token's KV takes {per_token:,.0f} B, a conversation of {plan.load.grown_tokens:,.0f} tokens "
-            f"{gb(served.copy_bytes(plan.load.grown_tokens))}.",
+            f"A token's KV takes {per_token:,.0f} B in {dtypes}, a conversation of "
+            f"{plan.load.grown_tokens:,.0f} tokens {gb(served.copy_bytes(plan.load.grown_tokens))}.",
         ),
     )
 
@@ -144,7 +145,8 @@ def _tiering(plan: Plan) -> Advice:
         f"{gb(served.host_bytes)}, which lasts {_minutes(plan.keeps_s)} at this rate of new tokens."
     ]
     if not settings.offload_bytes and not settings.shared:
-        return Advice("tiering", ("none",), (*why, "GPUs hold it all: a tier would only be a copy."))
+        return Advice("tiering", ("none",), (*why, _no_tier(plan)))
+    why += _repeats(plan)
     block = settings.offload_block_tokens
     sets: tuple[str, ...]
     if settings.shared:
@@ -179,6 +181,39 @@ def _tiering(plan: Plan) -> Advice:
                 "pool among the engines of a host (--routing round-robin)."
             )
     return Advice("tiering", sets, tuple(why))
+
+
+def _no_tier(plan: Plan) -> str:
+    served, load = plan.served, plan.load
+    if load.curve.most <= 0:
+        return "Nothing is reused: a tier would find nothing."
+    if served.gpu_tokens(load.grown_tokens) * served.replicas >= load.curve.enough_tokens:
+        return "GPUs hold it all: a tier would only be a copy."
+    return (
+        "GPUs do not hold it all, but the host's share is no larger than what they hold, and would be a copy "
+        "of that (--host-memory)."
+    )
+
+
+def _repeats(plan: Plan) -> list[str]:
+    """What engines keep of a host more often than once."""
+    settings, served, grown = plan.settings, plan.served, plan.load.grown_tokens
+    found = []
+    times = served.offloaded_bytes(grown) / max(1, served.copy_bytes(grown))
+    if times > 1.01 and not settings.pool:
+        found.append(
+            f"Ranks repeat heads that they cannot split, and each offloads its own: {times:.2g} times the "
+            "bytes."
+        )
+    if settings.sglang_wants > settings.sglang_rank_bytes:
+        gets = f"it gets {gb(settings.sglang_rank_bytes)} per rank"
+        found.append(
+            "SGLang keeps what each rank holds, repeats included: it would take "
+            f"{gb(settings.sglang_wants)} per rank, {gb(settings.sglang_wants * served.tensor)} per replica; "
+            f"{gets if settings.sglang_rank_bytes else 'less is a copy of what GPUs hold, so it gets none'} "
+            "(--host-memory)."
+        )
+    return found
 
 
 def _topology(plan: Plan) -> Advice:

@@ -1,10 +1,10 @@
 """Shared tiers of several sizes for one fleet, what each would bring and cost, and the one that pays best."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvferry.advise.expect import Expected, Keeps, expect, held
-from kvferry.advise.price import HOURS, LOW_REUSE, Deal, net_usd
+from kvferry.advise.price import LOW_REUSE, Deal, Part, net_usd, parts
 from kvferry.advise.question import Question
 from kvferry.advise.served import Served
 from kvferry.advise.shared import SharedTier, size_shared
@@ -72,10 +72,19 @@ def best(options: Sequence[Option], *, priced: bool) -> Option:
     return max(adding, key=lambda found: net_usd(found.deal))
 
 
-def _prefill_rate(served: Served, load: Workload) -> float:
-    """Of one GPU that computes prompts of the mean length; without end where speed is unknown."""
+def prefill_rate(served: Served, load: Workload, expected: Sequence[Expected]) -> float:
+    """Tokens a second of one GPU, of what the shared tier saves; without end where speed is unknown.
+
+    What it saves is what the table says: the mean prefill without it less that with it. Where it saves
+    nothing, that of whole prompts.
+    """
     if served.compute is None:
         return UNLIMITED
+    own, tier = expected[1], expected[2]
+    if own.times and tier.times and tier.hit_rate > own.hit_rate:
+        saved = own.times.prefill_s - tier.times.prefill_s
+        if saved > 0:
+            return load.context_mean * (tier.hit_rate - own.hit_rate) / saved / served.tensor
     return load.context_mean / prefill_s(served.compute, load.context_mean) / served.tensor
 
 
@@ -84,21 +93,19 @@ def _deal(
 ) -> Deal:
     """As ``kvferry price`` counts it: the shared tier beside GPUs and host memory that are there anyway.
 
-    GPUs that the load would need beyond the fleet, and does not with the tier, are purchases put off.
+    GPU hours beyond those of the fleet, which the load would need and does not with the tier, are purchases
+    put off: every hour counts once.
     """
     prices, grown = question.prices, load.grown_tokens
-    before, after = (max(0.0, (found.busy or 0.0) - 1) for found in expected[1:])
-    spared = max(0.0, before - after) * served.gpus
-    local = max(served.copy_bytes(grown) * served.gpu_tokens(grown) / grown, served.host_bytes)
-    return Deal(
+    local = served.copy_bytes(grown) * max(served.gpu_tokens(grown), served.host_tokens(grown)) / grown
+    deal = Deal(
         gpus=served.gpus,
         gpu_usd_hour=prices.gpu_usd_hour or UNPRICED,
         requests_s=load.requests_s,
         prompt_tokens=load.context_mean,
-        prefill_tokens_s=_prefill_rate(served, load),
+        prefill_tokens_s=prefill_rate(served, load, expected),
         hit_rate=min(1.0, max(expected[1].hit_rate, expected[2].hit_rate)),
         own_hit_rate=min(1.0, expected[1].hit_rate),
-        deferred_usd_month=spared * (prices.gpu_usd_hour or 0.0) * HOURS,
         bytes_per_token=served.copy_bytes(load.context_mean) / load.context_mean,
         ram_gib=tier.machine_bytes / GIB,
         ram_usd_gib=prices.ram_usd_gib,
@@ -111,3 +118,7 @@ def _deal(
         host_gib=local / GIB,
         long_gaps=load.resume_h >= LONG_GAP_H,
     )
+    before, after = (found.busy or 0.0 for found in expected[1:])
+    within = parts(deal)[Part.REREAD] / deal.gpu_usd_hour
+    beyond = max(0.0, max(0.0, before - after) * deal.fleet_hours - within)
+    return replace(deal, deferred_usd_month=beyond * (prices.gpu_usd_hour or 0.0))

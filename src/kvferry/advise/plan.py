@@ -9,7 +9,7 @@ from kvferry.advise.parameters import active_parameters, has_experts, query_head
 from kvferry.advise.price import HOURS
 from kvferry.advise.question import Question
 from kvferry.advise.served import Served, choose_tensor, sizings
-from kvferry.advise.settings import Settings, choose, context_of
+from kvferry.advise.settings import Settings, batched_tokens, choose, context_of
 from kvferry.advise.shared import SharedTier
 from kvferry.advise.speed import Compute, Link, attention_of, host_link, prefill_s
 from kvferry.advise.verdict import Not, Verdict, judge
@@ -21,6 +21,8 @@ from kvferry.models.reserve import Allocator, EngineRules
 TENSORS = (1, 2, 4, 8, 16)
 REPLICA_HOST_BYTES, HOST_BYTES = 200_000_000_000, 800_000_000_000  # of a host's memory, for KV
 REPLICAS = 2  # where nobody says how many GPUs there are
+FEW_TURNS = 1.5  # below it, most requests begin a conversation
+PRESET_KV = "fp8"  # that a preset's load is laid out for, whatever is asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +76,19 @@ def make(question: Question) -> Plan:
     """The plan. Raises MisconfiguredError for what cannot be."""
     sketch = _workload(question, replicas=1)
     most = question.model.max_context
-    if most and sketch.context_p99 > most:
+    if most and sketch.context_p99 + sketch.output_tokens > most:
         raise MisconfiguredError(
-            f"requests of {sketch.context_p99:,.0f} tokens (p99) are more than the {most:,} that "
-            f"{question.model.name} allows; give --context-p50 and --context-p99, or another model"
+            f"requests of {sketch.context_p99:,.0f} tokens (p99) and {sketch.output_tokens:,.0f} of an "
+            f"answer are more than the {most:,} that {question.model.name} allows; give --context-p50, "
+            "--context-p99 and --output-tokens, or another model"
         )
     length = context_of(sketch.context_p99, sketch.output_tokens, most)
     served, why = _serve(question, sketch, length)
-    load = _workload(question, replicas=served.replicas)
+    load = _workload(question, replicas=served.gpus / _preset_tensor(question, sketch, served))
     return _decide(question, served, load, length, why)
 
 
-def _workload(question: Question, *, replicas: int) -> Workload:
+def _workload(question: Question, *, replicas: float) -> Workload:
     return complete(
         question.numbers,
         kind=question.kind,
@@ -98,28 +101,10 @@ def _workload(question: Question, *, replicas: int) -> Workload:
 
 def _serve(question: Question, sketch: Workload, length: int) -> tuple[Served, str]:
     """The fleet: ranks as given, or the fewest that do."""
-    memory = question.gpu.memory_bytes if question.memory_bytes is None else question.memory_bytes
-    rules = EngineRules(allocator=Allocator.GROUPED)
-
-    def budget(ranks: int) -> Budget:
-        return Budget(memory, question.utilization, question.weights.nbytes, ranks, question.overhead_bytes)
-
+    rules = _rules(sketch)
     tensor, why = question.tensor, "as given"
     if tensor is None:
-        budgets: dict[int, Budget | None] = {}
-        for ranks in TENSORS:
-            try:
-                budgets[ranks] = budget(ranks)
-            except MisconfiguredError:
-                budgets[ranks] = None
-        tensor, why = choose_tensor(
-            question.model,
-            question.kv,
-            rules,
-            most=min(question.gpus or question.gpus_per_host, question.gpus_per_host),
-            tokens=sketch.context_p99 + sketch.output_tokens,
-            budgets=budgets,
-        )
+        tensor, why = _fewest(question, sketch, question.kv)
     gpus = question.gpus or REPLICAS * tensor
     if gpus % tensor:
         raise MisconfiguredError(
@@ -129,7 +114,7 @@ def _serve(question: Question, sketch: Workload, length: int) -> tuple[Served, s
         model=question.model,
         gpu=question.gpu,
         parts=sizings(question.model, question.kv, tensor, rules),
-        budget=budget(tensor),
+        budget=_budget(question, tensor),
         weights=question.weights,
         replicas=gpus // tensor,
         gpus_per_host=question.gpus_per_host,
@@ -145,6 +130,42 @@ def _serve(question: Question, sketch: Workload, length: int) -> tuple[Served, s
     return served, why
 
 
+def _rules(sketch: Workload) -> EngineRules:
+    """A step as large as it will be set, which windows keep room for."""
+    return EngineRules(allocator=Allocator.GROUPED, batched_tokens=batched_tokens(sketch.goal))
+
+
+def _budget(question: Question, ranks: int) -> Budget:
+    memory = question.gpu.memory_bytes if question.memory_bytes is None else question.memory_bytes
+    return Budget(memory, question.utilization, question.weights.nbytes, ranks, question.overhead_bytes)
+
+
+def _fewest(question: Question, sketch: Workload, kv: str) -> tuple[int, str]:
+    """Ranks of a replica where nobody said, and why."""
+    budgets: dict[int, Budget | None] = {}
+    for ranks in TENSORS:
+        try:
+            budgets[ranks] = _budget(question, ranks)
+        except MisconfiguredError:
+            budgets[ranks] = None
+    return choose_tensor(
+        question.model,
+        kv,
+        _rules(sketch),
+        most=min(question.gpus or question.gpus_per_host, question.gpus_per_host),
+        tokens=sketch.context_p99 + sketch.output_tokens,
+        budgets=budgets,
+    )
+
+
+def _preset_tensor(question: Question, sketch: Workload, served: Served) -> int:
+    """GPUs that share one replica's load of a preset: the same however they are split and KV is kept."""
+    try:
+        return _fewest(question, sketch, PRESET_KV)[0]
+    except MisconfiguredError:
+        return served.tensor
+
+
 def _host_bytes(question: Question, tensor: int) -> int:
     if question.host_bytes is not None:
         return question.host_bytes
@@ -158,7 +179,18 @@ def _compute(question: Question, tensor: int, tokens: float) -> Compute | None:
     count = model.parameters or weights / question.weight_bytes
     active = question.active_parameters or active_parameters(model, question.config, count)
     flops = (question.flops or gpu.bf16_tflops) * 1e12
+    if active and count and active > count * (1 + 1e-6):
+        raise MisconfiguredError(
+            f"--active-parameters {active:,.4g} are more than the {count:,.4g} that {model.name} has"
+        )
     if not active or not flops or not gpu.bandwidth_gb_s:
+        if question.prefill_tokens_s is not None:
+            what = (
+                "bf16_tflops and bandwidth_gb_s of the GPU (--gpus-file)" if active else "--active-parameters"
+            )
+            raise MisconfiguredError(
+                f"--prefill-tokens-s corrects an estimate, and there is none without {what}; give that too"
+            )
         return None
     found = Compute(
         parameters=active,
@@ -184,7 +216,7 @@ def _decide(question: Question, served: Served, load: Workload, length: int, why
         Not.COMPRESSED: served.compressed,
         Not.NETWORK: best.intake > 1,
         Not.SEVERAL_HOSTS: served.tensor > served.gpus_per_host,
-        Not.NOTHING_RETURNS: load.curve.at(load.grown_tokens) >= load.curve.most,
+        Not.NOTHING_RETURNS: _nothing_returns(load),
         Not.SLOWER: any(_slower(found, best.expected[1].busy or 0.0) for found in returns[:1]),
     }
     verdict = judge(
@@ -192,6 +224,7 @@ def _decide(question: Question, served: Served, load: Workload, length: int, why
         priced=priced,
         against=tuple(reason for reason, holds in against.items() if holds),
         prefill_share=_prefill_share(served, load, best.expected[2]),
+        busy=best.expected[2].busy or 0.0,
     )
     settings = choose(
         served,
@@ -222,6 +255,12 @@ def _decide(question: Question, served: Served, load: Workload, length: int, why
         tensor_why=why,
         zone_usd_month=crossing * question.prices.zone_usd_gb,
     )
+
+
+def _nothing_returns(load: Workload) -> bool:
+    """Nothing at all, or of single requests what one of them holds: their instructions."""
+    few = load.turns < FEW_TURNS and load.curve.at(load.grown_tokens) >= load.curve.most
+    return few or load.curve.most <= 0
 
 
 def _slower(found: Return, busy: float) -> bool:

@@ -82,9 +82,31 @@ class Served:
         """Tokens that one replica's GPUs hold, in prefixes of ``tokens``."""
         return self.budget.kv_bytes / max(1, self.reserved_bytes(tokens)) * tokens
 
+    def rank_bytes(self, tokens: float) -> int:
+        """KV of a prefix on the fullest GPU: the whole of it where ranks repeat what they cannot split."""
+        return self.gpu_bytes(tokens)
+
+    def offloaded_bytes(self, tokens: float) -> int:
+        """What vLLM's own offloading takes of a host: every rank's part, but latents once.
+
+        Heads that are fewer than the ranks lie there as often as on the GPUs.
+        """
+        if self.latent:
+            return self.copy_bytes(tokens)
+        return max(self.copy_bytes(tokens), self.rank_bytes(tokens) * self.tensor)
+
     def host_tokens(self, tokens: float) -> float:
-        """The same for the host memory of one replica."""
+        """What the host memory of one replica holds, with vLLM's own offloading."""
+        return self.host_bytes / max(1, self.offloaded_bytes(tokens)) * tokens
+
+    def pool_tokens(self, tokens: float) -> float:
+        """The same in a pool of ours, which keeps everything once."""
         return self.host_bytes / max(1, self.copy_bytes(tokens)) * tokens
+
+    @cached_property
+    def latent(self) -> bool:
+        """Whether all that is kept are latents, which every rank has whole."""
+        return all(layer.latent is not None for layer in self.model.layers if layer.keeps)
 
     @cached_property
     def windows(self) -> bool:

@@ -26,7 +26,9 @@ class Settings:
     max_model_len: tokens. kv_dtype: ``fp8`` or ``auto``, the model's own. skip_windows: whether layers with
     a window keep theirs. offload_bytes: of host memory behind one replica, 0: none. one_group: whether all
     layers are of full attention. pool: whether engines of a host share its memory. cache_aware: of the
-    router. split: whether prefill and decode go apart if tails matter.
+    router. split: whether prefill and decode go apart if tails matter. sglang_rank_bytes: of host memory for
+    each rank of SGLang, which keeps its own copy of what ranks repeat; 0: none. sglang_wants: what it would
+    take there to hold as much as ``offload_bytes`` does elsewhere.
     """
 
     max_model_len: int
@@ -44,6 +46,8 @@ class Settings:
     cache_aware: bool
     split: bool
     latency: bool
+    sglang_rank_bytes: int
+    sglang_wants: int
 
 
 def context_of(load_p99: float, output: float, most: int) -> int:
@@ -55,17 +59,42 @@ def context_of(load_p99: float, output: float, most: int) -> int:
     return min(length, most) if most else length
 
 
-def offload_bytes(served: Served, load: Workload, *, shared: bool) -> int:
+def batched_tokens(goal: Goal) -> int:
+    """Of a step."""
+    return LATENCY_TOKENS if goal is Goal.LATENCY else THROUGHPUT_TOKENS
+
+
+def offload_bytes(served: Served, load: Workload, *, shared: bool, pool: bool) -> int:
     """Host memory for one replica: what comes back and 30%, in steps of 10 GB, as far as there is so much.
 
-    None where GPUs hold all that, unless it is the pool before a shared tier, through which everything goes.
+    None where GPUs hold all that, or more than the host does of what they hold a copy of; unless it is the
+    pool before a shared tier, through which everything goes. pool: whether it is one of the host.
     """
-    working = load.curve.enough_tokens / served.replicas
-    if not shared and (served.gpu_tokens(load.grown_tokens) >= working or load.curve.most <= 0):
+    working, grown = load.curve.enough_tokens / served.replicas, load.grown_tokens
+    on_gpus = served.gpu_tokens(grown)
+    if not shared and (on_gpus >= working or load.curve.most <= 0):
         return 0
-    wanted = served.copy_bytes(load.grown_tokens) * working / load.grown_tokens * HOST_HEADROOM
+    if not (shared or pool) and on_gpus >= served.host_tokens(grown):
+        return 0
+    each = served.copy_bytes(grown) if shared or pool else served.offloaded_bytes(grown)
+    wanted = each * working / grown * HOST_HEADROOM
     least = POOL_LEAST if shared else 0
     return max(least, min(served.host_bytes, math.ceil(wanted / HOST_STEP) * HOST_STEP))
+
+
+def sglang_rank_bytes(served: Served, load: Workload, offload: int, *, pool: bool) -> tuple[int, int]:
+    """Of host memory for each rank: as much as there is of what is wanted, and what is wanted.
+
+    SGLang keeps what its ranks hold, repeats and all. None where that is less than the GPU's own KV: a copy
+    of a part of it finds nothing more. With a pool behind it, it is only what loads pass through.
+    """
+    grown = load.grown_tokens
+    wanted = math.ceil(offload * served.rank_bytes(grown) / max(1, served.copy_bytes(grown)))
+    if not pool and not served.latent:
+        wanted = offload // served.tensor
+    there = min(wanted, max(served.host_bytes, POOL_LEAST if pool else 0) // served.tensor)
+    useless = there * served.reserved_bytes(grown) <= served.budget.kv_bytes * served.rank_bytes(grown)
+    return (0 if useless and not pool else there), wanted
 
 
 def choose(
@@ -80,23 +109,27 @@ def choose(
 ) -> Settings:
     """The settings that the workload asks for."""
     latency = load.goal is Goal.LATENCY
-    offload = offload_bytes(served, load, shared=shared)
     pool = shared or (routing is Routing.ROUND_ROBIN and served.on_host > 1 and not served.compressed)
+    offload = offload_bytes(served, load, shared=shared, pool=pool)
+    pool = pool and offload > 0
+    sglang, wanted = sglang_rank_bytes(served, load, offload, pool=pool)
     fp8 = kv == "fp8"
     return Settings(
         max_model_len=max_model_len,
         utilization=utilization,
         kv_dtype="fp8" if fp8 else "auto",
         skip_windows=fp8 and served.windows,
-        batched_tokens=LATENCY_TOKENS if latency else THROUGHPUT_TOKENS,
+        batched_tokens=batched_tokens(load.goal),
         tensor=served.tensor,
         offload_bytes=offload,
         offload_block_tokens=OFFLOAD_BLOCK_TOKENS,
         one_group=served.one_group,
         shared=shared,
-        pool=pool and offload > 0,
+        pool=pool,
         routing=routing,
         cache_aware=shared,
         split=shared and load.context_p99 >= SPLIT_INPUT,
         latency=latency,
+        sglang_rank_bytes=sglang,
+        sglang_wants=wanted,
     )

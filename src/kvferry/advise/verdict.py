@@ -13,7 +13,10 @@ class Not(Enum):
     SEVERAL_HOSTS = "an engine over several hosts is not served by our connectors"
     NETWORK = "more would be read from it than the hosts' network takes in"
     SLOWER = "loading a prefix from it takes longer than computing it again"
-    NOTHING_RETURNS = "nobody comes back: what engines share of a prompt stays in their own memory"
+    NOTHING_RETURNS = "nothing comes back but what requests share, which stays in engines' own memory"
+    TOO_SMALL = (
+        "even with it, prompts and answers take more than the fleet has: more GPUs first, then ask again"
+    )
 
 
 MEASURE = {
@@ -33,6 +36,8 @@ MEASURE = {
     "hosts for the same requests",
     Not.SLOWER: "bandwidth from cache servers to a GPU host, and prefill of a prompt of your length: "
     "`kvferry bench tiers`, and an engine's own benchmark (--prefill-tokens-s)",
+    Not.TOO_SMALL: "requests a second that a replica serves at your lengths (an engine's own benchmark, "
+    "--prefill-tokens-s): more of them, or --gpus, change this",
     Not.NOTHING_RETURNS: "`kvferry analyze LOG`: prompts that share more than their instructions",
 }
 
@@ -52,15 +57,34 @@ class Verdict:
         return not self.reasons
 
 
-def judge(deal: Deal, *, priced: bool, against: tuple[Not, ...], prefill_share: float) -> Verdict:
-    """Every reason against it.
+# Of one cause, what follows: a tier that nothing is read from costs more than it brings, and so on.
+_USELESS = (No.LOW_REUSE, No.COSTS_MORE, Not.SLOWER, Not.NETWORK)
+FOLLOWS: dict[No | Not, tuple[No | Not, ...]] = {
+    Not.NOTHING_RETURNS: (No.SINGLE, No.FITS, *_USELESS),
+    No.SINGLE: (No.FITS, *_USELESS),
+    No.FITS: _USELESS,
+    No.LOW_REUSE: (No.COSTS_MORE, Not.SLOWER),
+    No.NO_PREFILL: (Not.TOO_SMALL,),
+}
+
+
+def judge(
+    deal: Deal, *, priced: bool, against: tuple[Not, ...], prefill_share: float, busy: float
+) -> Verdict:
+    """Every cause against it, without what follows from another.
 
     priced: whether the GPU's price is known. against: what was found beside the price. prefill_share: of the
-    GPUs' time, what the prompts' new tokens take even with the tier.
+    GPUs' time, what the prompts' new tokens take even with the tier; busy: what answers take is in it.
     """
     found = answer(deal)
     reasons: list[No | Not] = [*against]
     reasons += [reason for reason in found.reasons if priced or reason is not No.COSTS_MORE]
-    if prefill_share > 1 and No.NO_PREFILL not in reasons:
+    # The deal knows the rate of what is saved; of what is left, the times of the plan are nearer.
+    reasons = [reason for reason in reasons if reason is not No.NO_PREFILL]
+    if prefill_share > 1:
         reasons.append(No.NO_PREFILL)
-    return Verdict(tuple(reasons), deal, found if priced else None)
+    if busy >= 1:
+        reasons.append(Not.TOO_SMALL)
+    after = {follows for reason in reasons for follows in FOLLOWS.get(reason, ())}
+    kept = tuple(reason for reason in reasons if reason not in after)
+    return Verdict(kept, deal, found if priced else None)

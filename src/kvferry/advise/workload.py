@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvferry.advise.follow import GIVEN, fill
 from kvferry.errors import MisconfiguredError
 
 
@@ -56,16 +57,16 @@ class Numbers:
     resume_share: float | None = None
 
 
-# Of one replica, as far as conversations and requests go: a preset fleet is as busy per replica whatever its
-# size. Chat and RAG are made up; the agent follows published traces: 33 turns, 80K tokens by turn 30, 131:1.
+# Of as many GPUs as the fewest ranks that do, as far as conversations and requests go: a preset fleet is as
+# busy whatever its size. Chat and RAG are made up; the agent follows published traces: 33 turns, 80K tokens
+# by turn 30, 131:1.
 PRESETS = {
-    Kind.CHAT: Numbers(4096, 12_000, None, 250, 300, 12, 60, 100, None, None, 0),
-    Kind.RAG: Numbers(60_000, 110_000, None, 400, 400, 5, 120, 16, None, None, 0),
-    Kind.AGENT: Numbers(43_600, 110_000, None, 2300, 333, 33, 120, 30, None, None, 0),
-    Kind.ONE_SHOT: Numbers(2000, 6000, None, 2000, 300, 1, 0, 0, 2, 0.1, 0),
+    Kind.CHAT: Numbers(4096, 12_000, None, 250, 300, 12, 60, 100),
+    Kind.RAG: Numbers(60_000, 110_000, None, 400, 400, 5, 120, 16),
+    Kind.AGENT: Numbers(43_600, 110_000, None, 2300, 333, 33, 120, 30),
+    Kind.ONE_SHOT: Numbers(2000, 6000, None, 1800, 300, 1, 0, 0, 2, 0.1),
 }
 GOALS = {Kind.CHAT: Goal.LATENCY}
-RESUME_SHARE = 0.2  # of reuse, where users come back after hours and nobody said how many
 NEEDED = ("context_p50", "output_tokens")
 
 
@@ -135,15 +136,15 @@ def complete(
     given: Numbers,
     *,
     kind: Kind,
-    replicas: int,
+    replicas: float,
     goal: Goal | None = None,
     measured: tuple[Numbers, ReuseCurve | None, str] | None = None,
     longest: int = 0,
 ) -> Workload:
     """What was said first, then what was measured in a trace, then the preset, then what follows.
 
-    longest: what the model allows; a preset's lengths are cut to it. 0: any.
-    Raises MisconfiguredError where something is missing or contradicts itself.
+    replicas: times a preset's conversations and requests. longest: what the model allows; a preset's lengths
+    are cut to it. 0: any. Raises MisconfiguredError where something is missing or contradicts itself.
     """
     origin: dict[str, str] = {}
     known: dict[str, float] = {}
@@ -151,7 +152,7 @@ def complete(
     trace = measured[0] if measured else Numbers()
     for field in fields(Numbers):
         name = field.name
-        for source, numbers in (("given", given), (measured[2] if measured else "", trace)):
+        for source, numbers in ((GIVEN, given), (measured[2] if measured else "", trace)):
             value = getattr(numbers, name)
             if value is not None and name not in known:
                 known[name], origin[name] = value, source
@@ -159,15 +160,21 @@ def complete(
         if name not in known and value is not None:
             scale = replicas if name in ("conversations", "requests_s") else 1
             known[name] = value * scale
-            per = f" x {replicas} replicas" if scale != 1 and value else ""
+            per = f" x {replicas:g}, for each replica of the fewest ranks" if scale != 1 and value else ""
             origin[name] = f"preset {kind.value}{f': {value:g}{per}' if per else ''}"
     _check(known)
     _cut(known, origin, longest=longest)
-    _fill(known, origin, given, measured=measured is not None)
     curve = measured[1] if measured else None
+    if curve is not None and given.reuse is not None:
+        raise MisconfiguredError(
+            f"--reuse {given.reuse:g} beside --trace: the trace says what is found at each capacity; give one"
+        )
+    fill(known, origin, measured=measured is not None, curve=curve is not None)
     if curve is None:
-        curve = ReuseCurve(((max(1.0, known["conversations"] * known["grown_tokens"]), known["reuse"]),))
-    elif given.reuse is None:
+        # At least one conversation, where any goes on; of single requests, only what they share.
+        tokens = max(1.0, known["conversations"]) * known["grown_tokens"] if known["turns"] > 1 else 1.0
+        curve = ReuseCurve(((tokens, known["reuse"]),))
+    else:
         name = measured[2] if measured else ""
         known["reuse"], origin["reuse"] = curve.most, name
         times = known["requests_s"] / trace.requests_s if trace.requests_s else 1.0
@@ -204,80 +211,6 @@ def _check(known: Mapping[str, float]) -> None:
             f"missing: {flags}; or take a preset (--workload chat, rag, agent, one-shot), or a trace "
             "(--trace)"
         )
-
-
-def _fill(known: dict[str, float], origin: dict[str, str], given: Numbers, *, measured: bool) -> None:
-    """What nobody said, from what was said; each with its formula as its origin."""
-
-    def put(name: str, value: float, why: str) -> None:
-        if name not in known:
-            known[name], origin[name] = value, why
-
-    put("context_p99", 2 * known["context_p50"], "twice the median: nobody said")
-    if known["context_p99"] < known["context_p50"]:
-        _lift(known, origin, given)
-    put("context_mean", known["context_p50"], "the median stands for the mean: nobody said")
-    middle, output = known["context_p50"], known["output_tokens"]
-    if "reuse" in known:
-        new, why = max(1.0, middle * (1 - known["reuse"])), "median x (1 - reuse)"
-        put("new_tokens", new, why)
-    if "new_tokens" in known:
-        grown_from_nothing = 1 + 2 * max(0.0, middle - known["new_tokens"]) / (known["new_tokens"] + output)
-        put(
-            "turns",
-            max(1.0, grown_from_nothing),
-            "1 + 2 x (median - new) / (new + output): grown from nothing",
-        )
-    put("turns", 1.0, "1: nobody said")
-    turns = known["turns"]
-    put("new_tokens", middle / turns, "median / turns")
-    if known["new_tokens"] > min(middle, known["context_mean"]):
-        raise MisconfiguredError(
-            f"--new-tokens {known['new_tokens']:g} is more than a request has (--context-p50 {middle:g})"
-        )
-    growth = known["new_tokens"] + output
-    first = max(known["new_tokens"], middle - (turns - 1) / 2 * growth) if turns > 1 else middle
-    put("first_tokens", first, "median - (turns - 1) / 2 x (new + output), at least new")
-    grown = min(max(middle, first + (turns - 1) * growth), max(middle, known["context_p99"]))
-    put("grown_tokens", grown, "first + (turns - 1) x (new + output), at most p99")
-    computed = first + (turns - 1) * known["new_tokens"]
-    put(
-        "reuse",
-        max(0.0, 1 - computed / (turns * middle)),
-        "1 - (first + (turns - 1) x new) / (turns x median)",
-    )
-    put("resume_h", 0.0, "0: nobody said")
-    after = RESUME_SHARE if known["resume_h"] >= 1 and not measured else 0.0
-    put(
-        "resume_share",
-        after,
-        f"{RESUME_SHARE:g}: nobody said" if after else "0: none, or in the trace's reuse",
-    )
-    gap = known.get("gap_s", 0.0)
-    if "requests_s" not in known:
-        if "conversations" not in known or gap <= 0:
-            raise MisconfiguredError(
-                "missing: --requests-s, or --conversations and --gap, which give it; how busy is the fleet?"
-            )
-        put("requests_s", known["conversations"] / gap, "conversations / gap")
-    if known["requests_s"] <= 0:
-        raise MisconfiguredError("nobody asks for anything: give --requests-s, or more --conversations")
-    requests_s = known["requests_s"]
-    gap_s = known.get("conversations", 0.0) / requests_s if turns > 1 else 0.0
-    put("gap_s", gap_s, "conversations / requests a second")
-    going_on = requests_s * known["gap_s"] if turns > 1 else 0.0
-    put("conversations", going_on, "requests a second x gap")
-    if not math.isfinite(sum(known.values())):
-        raise MisconfiguredError("a number of the workload is not finite")
-
-
-def _lift(known: dict[str, float], origin: dict[str, str], given: Numbers) -> None:
-    """A preset's p99 gives way to a median that was said."""
-    if given.context_p99 is not None:
-        raise MisconfiguredError(
-            f"--context-p99 {known['context_p99']:g} is less than --context-p50 {known['context_p50']:g}"
-        )
-    known["context_p99"], origin["context_p99"] = 2 * known["context_p50"], "twice the median that was given"
 
 
 def as_numbers(values: Mapping[str, Any]) -> Numbers:

@@ -67,12 +67,28 @@ def summary(found: dict[str, Any]) -> list[tuple[str, str]]:
         (
             "workload",
             f"{preset}{number['context_p50']:,.0f} input tokens (p99 {number['context_p99']:,.0f}), "
-            f"{number['new_tokens']:,.0f} of them new in a turn, {number['output_tokens']:,.0f} out; "
-            f"{number['turns']:,.3g} turns, {duration(number['gap_s'])} apart; "
-            f"{number['conversations']:,.0f} at a time, {_plain(number['requests_s'])} requests/s; "
-            f"{percent(number['reuse'])} of the input was there before",
+            f"{_turns(load)}; {_plain(number['requests_s'])} requests/s; {percent(number['reuse'])} of all "
+            "input was there before",
         ),
     ]
+
+
+def _turns(load: dict[str, Any]) -> str:
+    """What is new and what comes back, and what a preset's load was laid out for."""
+    number = {name: field["value"] for name, field in load.items() if isinstance(field, dict)}
+    out = f"{number['output_tokens']:,.0f} out"
+    if number["turns"] <= 1:
+        return f"{number['new_tokens']:,.0f} of them new, {out}; single requests"
+    measured = load["new_tokens"]["from"].startswith("trace")
+    kept = load["gap_s"]["from"].startswith("trace")
+    apart = f"kept {duration(number['gap_s'])} after each" if kept else f"{duration(number['gap_s'])} apart"
+    origin, laid = load["conversations"]["from"], ""
+    if origin.startswith("preset") and " x " in origin:
+        laid = f" ({origin.partition(': ')[2].partition(',')[0]}, as for replicas of the fewest ranks)"
+    return (
+        f"{'about ' if measured else ''}{number['new_tokens']:,.0f} of them new when a conversation goes on, "
+        f"{out}; {number['turns']:,.3g} turns, {apart}; {number['conversations']:,.0f} at a time{laid}"
+    )
 
 
 def verdict(found: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from kvferry.advise.workload import Numbers, ReuseCurve
 from kvferry.errors import MisconfiguredError
 from kvferry.traces import findings
+from kvferry.traces.findings import CAPACITIES
 from kvferry.traces.formats import Clock
 from kvferry.traces.policies import Policy
 from kvferry.traces.reuse import ReuseLog
@@ -17,6 +18,9 @@ MAX_DOCUMENT_BYTES = 64 << 20
 MAX_NUMBER = 1e15
 DATES_FROM_S = 9e8
 KEPT = 0.95  # of the reuse lies within the gap that counts as the reuse window
+APART, JUMP = 4.0, 0.1  # capacities further apart, with so much more found, leave too much between
+REACHED = 0.97  # of what is found without limit, that the largest capacity must find
+AGAIN = "make it again without --capacities, or give the log itself"
 Measured = tuple[Numbers, ReuseCurve | None, str]
 
 
@@ -64,10 +68,15 @@ def from_document(found: dict[str, Any], *, name: str) -> Measured:
     """The numbers that it has, and the reuse by capacity. Raises MisconfiguredError where it is none."""
     try:
         numbers = _numbers(found["traffic"], found["reuse"])
-        curve = _curve(found["reuse"])
+        curve = None
+        if found["reuse"] is not None:
+            curve = _curve(found["reuse"], _number(found["block_tokens"]), most=_most(numbers), name=name)
+        if curve is not None:
+            new = _new(found["traffic"], numbers, reuse=curve.most)
+            numbers = replace(numbers, reuse=curve.most, new_tokens=new)
         if curve is not None and found["traffic"]["span_s"] is None:
             # Sessions with clocks of their own were replayed one by one: a capacity of that means nothing.
-            return replace(numbers, reuse=curve.most), None, name
+            return numbers, None, name
         return numbers, curve, name
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise MisconfiguredError(
@@ -109,16 +118,52 @@ def _numbers(traffic: dict[str, Any], reuse: dict[str, Any] | None) -> Numbers:
     return Numbers(**numbers)
 
 
-def _curve(reuse: dict[str, Any] | None) -> ReuseCurve | None:
-    """LRU over the last half of the trace, by the tokens held; it never falls."""
+def _most(numbers: Numbers) -> float:
+    """The highest share of the input that can be found: an engine computes a token of every request."""
+    return 1 - 1 / max(2.0, numbers.context_mean or 0.0)
+
+
+def _new(traffic: dict[str, Any], numbers: Numbers, *, reuse: float) -> float:
+    """New in a turn: what conversations grow by, and no more than what is not found of a request.
+
+    Where prompts share content across conversations, that is less than they grow by. reuse: of the trace's
+    last half.
+    """
+    half = traffic["last_half"]
+    requests = max(1.0, _number(traffic["requests"]) - _number(half["first_request"]))
+    unseen = max(1.0, _number(half["input_tokens"]) / requests * (1 - reuse))
+    unseen = min(unseen, numbers.context_p50 or 1.0, numbers.context_mean or 1.0)
+    return unseen if numbers.new_tokens is None else min(numbers.new_tokens, unseen)
+
+
+def _curve(reuse: dict[str, Any], block_tokens: float, *, most: float, name: str) -> ReuseCurve | None:
+    """LRU over the last half of the trace, by the tokens held; it never falls.
+
+    Raises MisconfiguredError where the capacities end before what can be found, or lie so far apart that
+    what is found between them is a guess.
+    """
+    rows = reuse["by_capacity"]
     points: list[tuple[float, float]] = []
-    best = 0.0
-    for row in reuse["by_capacity"] if reuse is not None else ():
-        best = max(best, _number(row["lru"]["last_half"] or 0.0, most=1.0))
+    before = (block_tokens, 0.0) if len(rows) < CAPACITIES else None
+    for row in rows:
+        share = min(most, _number(row["lru"]["last_half"] or 0.0, most=1.0))
         tokens = _number(row["tokens"])
         if tokens <= (points[-1][0] if points else 0.0):
             raise ValueError(tokens)
-        points.append((tokens, best))
+        held, found = points[-1] if points else before or (tokens, share)
+        if tokens > APART * held and share > found + JUMP:
+            raise MisconfiguredError(
+                f"--trace: {name} says what is found with {held:,.0f} and with {tokens:,.0f} tokens held, "
+                f"{100 * found:.1f}% and {100 * share:.1f}%, and nothing between; {AGAIN}"
+            )
+        points.append((tokens, max(share, found if points else 0.0)))
+    without = min(most, _number(reuse["hit_rate"]["last_half"] or 0.0, most=1.0))
+    reached = points[-1][1] if points else 0.0
+    if points and reached < REACHED * without:
+        raise MisconfiguredError(
+            f"--trace: {name} ends with {points[-1][0]:,.0f} tokens held, which find {100 * reached:.1f}% of "
+            f"the input, and without limit {100 * without:.1f}% are found; {AGAIN}"
+        )
     return ReuseCurve(tuple(points)) if points else None
 
 
