@@ -12,7 +12,11 @@ from hypothesis import strategies as st
 
 from kvferry.advise.price import BENEFITS, HOURS, Deal, No, Part, answer, explain, parts
 from kvferry.cli.main import main
+from kvferry.cli.quantities import mean_tokens, parse_number
 from kvferry.errors import MisconfiguredError
+from kvferry.models.catalogue import find_model
+from kvferry.models.precision import kv_dtype
+from kvferry.models.sizes import Sizing
 
 DEAL = Deal(
     gpus=8,
@@ -253,8 +257,74 @@ def test_model_and_gpu_stand_for_their_numbers(capsys: pytest.CaptureFixture[str
         ((*FLAGS, "--hit-rate=0.3"), "no lower than the first"),
         ((*FLAGS, "--gpus=0"), "gpus is 0"),
         ((*FLAGS, "--replicas=0"), "outside 1 to"),
+        (
+            (*FLAGS, "--gpu-usd-hour=2,10"),
+            "--gpu-usd-hour '2,10': give a number from 0 to 1,000,000 (a comma",
+        ),
+        ((*FLAGS, "--requests-s=1,5"), "decimals take a point, like 1.5"),
+        ((*FLAGS, "--hit-rate=0,900"), "decimals take a point"),
+        ((*FLAGS, "--prompt-tokens=1,5K"), "decimals take a point"),
+        ((*FLAGS, "--ram-gib=1_000"), "--ram-gib '1_000'"),
+        ((*FLAGS, "--host-gib=200"), "--host-gib would change nothing without --working-set-gib"),
+        ((*FLAGS, "--working-set-gib=200"), "--working-set-gib would change nothing without --host-gib"),
+        ((*FLAGS, "--long-gaps"), "--long-gaps would change nothing without --working-set-gib"),
+        ((*FLAGS, "--objects-read-share=0.2", "--read-usd=1"), "them out"),
+        ((*FLAGS, "--disk-usd=0.2"), "--disk-usd would change nothing without --disk-gib"),
+        ((*FLAGS, "--zone-usd=0.2"), "--zone-usd would change nothing without --far-share"),
+        ((*FLAGS, "--gpus-file=/nowhere"), "--gpus-file would change nothing without --gpu"),
+        ((*FLAGS, "--gpu=h100", "--gpus-file=/nowhere"), "cannot read /nowhere"),
+        ((*FLAGS, "--gpu=h1000"), "'h1000' is not known"),
+        ((*FLAGS, "--model=llama-3.1-8b"), "--model and --kv-bytes-per-token both"),
+        ((*FLAGS, "--kv-dtype=fp8"), "--kv-dtype says nothing without --model"),
     ],
 )
 def test_bad_input_is_named(words: Sequence[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["price", *words]) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1,234", 1234), ("12,345,678.5", 12_345_678.5), ("1234", 1234), ("0.5", 0.5), (".5", 0.5), ("2e6", 2e6),
+     (" 7 ", 7), ("1,234e1", 12_340)],
+)  # fmt: skip
+def test_a_number_is_read_as_it_is_written(text: str, number: float) -> None:
+    assert parse_number("--n", text, highest=1e9) == number
+
+
+@pytest.mark.parametrize(
+    "text", ["1,5", "2,10", "0,500", "12,34", "1,2345", "1,234,5", ",5", "1.234,5", "1,,234", "", "1e", "inf",
+             "nan", "1_0", "0x10", "\u0661", "--1", "-1"]
+)  # fmt: skip
+def test_what_could_be_another_number_is_refused(text: str) -> None:
+    with pytest.raises(MisconfiguredError, match="--n"):
+        parse_number("--n", text, highest=1e9)
+    with pytest.raises(MisconfiguredError):
+        mean_tokens(text)
+
+
+@given(st.floats(0, 1e12))
+def test_a_number_reads_back_however_it_was_printed(number: float) -> None:
+    for text in (repr(number), f"{number:,.3f}", f"{number:e}"):
+        assert parse_number("--n", text, highest=1e13) == pytest.approx(number, abs=1e-3, rel=1e-6)
+
+
+def test_the_bytes_of_a_token_are_said_to_be_those_of_a_length(capsys: pytest.CaptureFixture[str]) -> None:
+    named = [flag for flag in FLAGS if not flag.startswith("--kv-bytes-per-token")]
+    said = {}
+    for model in ("llama-3.3-70b", "gemma-3-27b"):
+        assert main(["price", *named, f"--model={model}"]) == 0
+        said[model] = " ".join(capsys.readouterr().out.split())
+    assert "KV a token is 327,680 B of bf16, one copy, at any length" in said["llama-3.3-70b"]
+    assert "in prompts of up to 1,024 tokens; windows make it less in longer ones" in said["gemma-3-27b"]
+    own = Sizing(find_model("gemma-3-27b"), kv_dtype("bf16")).request(20_000).kv / 20_000
+    assert f"{own:,.0f} B at 20,000" in said["gemma-3-27b"]
+    assert main(["price", *FLAGS]) == 0
+    assert "KV" not in capsys.readouterr().out
+
+
+def test_a_million_is_written_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["price", *FLAGS, "--prompt-tokens=1,000,000", "--gpus=2e6", "--explain"]) == 0
+    text = capsys.readouterr().out
+    assert "2,000,000 GPUs" in text
+    assert "e+0" not in text

@@ -18,7 +18,7 @@ import kvferry
 from kvferry.cli import explain as explain_verb
 from kvferry.cli import status as status_verb
 from kvferry.cli.main import VERBS, main
-from kvferry.cli.table import COLUMNS, causes, clip, compact, duration, share, table
+from kvferry.cli.table import COLUMNS, causes, clip, compact, duration, per_second, plain, share, table
 from kvferry.client.admin import AdminClient
 from kvferry.client.messages import NamespaceInfo
 from kvferry.config import NODE_SETTINGS, NodeSettings
@@ -158,10 +158,40 @@ def test_the_status_of_a_large_node_fits_a_hundred_columns(node: Node) -> None:
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "0"), (999_999, "999,999"), (1_000_000, "1.0 mn"), (999_999_999, "999.9 mn"), (5.04e12, "5.0 tn")],
+    [
+        (0, "0"),
+        (999_999, "999,999"),
+        (999_999.6, "1.0 mn"),
+        (1_000_000, "1.0 mn"),
+        (1_384_802, "1.4 mn"),
+        (999_940_000, "999.9 mn"),
+        (999_999_999, "1.0 bn"),
+        (5.04e12, "5.0 tn"),
+    ],
 )
 def test_large_counts_take_seven_columns(number: float, text: str) -> None:
     assert compact(number) == text
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [
+        (12_000, "12,000 a second"),
+        (100, "100 a second"),
+        (9.96, "10 a second"),
+        (0.191, "0.19 a second"),
+        (1e-3, "3.6 an hour"),
+    ],
+)
+def test_a_rate_has_no_exponent(rate: float, text: str) -> None:
+    assert per_second(rate) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0.85, "0.85"), (2.1, "2.1"), (327_680, "327,680"), (1e6, "1,000,000"), (0, "0")]
+)
+def test_an_input_is_shown_as_it_was_written(number: float, text: str) -> None:
+    assert plain(number) == text
 
 
 def test_a_long_name_keeps_both_its_ends() -> None:

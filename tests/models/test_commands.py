@@ -100,6 +100,11 @@ def test_a_context_reads_as_tokens_or_in_powers_of_1024(capsys: pytest.CaptureFi
         (("concurrency", "qwen3-8b", "--gpu", "h100", "--gpus-file", ""), "--gpus-file: ''"),
         (("concurrency", "qwen3-8b", "--gpu", "h100", "--gpu-memory", "0"), "--gpu-memory is 0"),
         (("concurrency", "qwen3-8b", "--gpu", "h100", "--gpu-memory", "3GB"), "overhead alone takes"),
+        (
+            ("concurrency", "qwen3-8b", "--gpu=h100", "--weights=8GB", "--weights-dtype=fp8"),
+            "--weights and --weights-dtype both say",
+        ),
+        (("size", "qwen3-8b", "--context", "1,5K"), "decimals take a point"),
         (("concurrency", "qwen3-8b", "--gpu", "h100", "--weights", ""), "--weights: '' is not a size"),
         (("concurrency", "qwen3-8b", "--gpu", "h100", "--lengths", ""), "'' is no number of tokens"),
         (
@@ -166,3 +171,21 @@ def test_nothing_heavy_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "said"),
+    [
+        ("deepseek-v3.2", "fp8", "fp8_ds_mla, which kvferry plan counts"),
+        ("gemma-3-27b", "fp8", "windows in 16 bits, as kvferry plan counts"),
+        ("deepseek-v3", "fp8", ""),
+        ("llama-3.1-8b", "fp8", ""),
+        ("gemma-3-27b", "bf16", ""),
+    ],
+)
+def test_where_fp8_is_another_layout_in_engines_it_is_said(
+    name: str, dtype: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes = json.loads(shown(capsys, "size", name, "--kv-dtype", dtype, "--json"))["notes"]
+    assert any("kvferry plan counts" in note for note in notes) == bool(said)
+    assert any(said in note for note in notes) or not said

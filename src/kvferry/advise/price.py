@@ -276,20 +276,20 @@ def explain(deal: Deal) -> tuple[str, ...]:
     usd, saved = parts(deal), _saved_hours(deal)
     per_gpu = f"{deal.prefill_tokens_s:,.0f} tokens/s / 3600"
     lines = [
-        f"prompt tokens = {deal.requests_s:g} requests/s x {HOURS:g} h x 3600 s x "
+        f"prompt tokens = {_plain(deal.requests_s)} requests/s x {HOURS:g} h x 3600 s x "
         f"{deal.prompt_tokens:,.0f} tokens = {deal.tokens_month:,.0f} a month",
         f"prefill without = prompt tokens x (1 - {deal.own_hit_rate:g}) / {per_gpu} = "
         f"{deal.prefill_hours(deal.own_hit_rate):,.0f} GPU hours",
         f"prefill with = prompt tokens x (1 - {deal.hit_rate:g}) / {per_gpu} = "
         f"{deal.prefill_hours(deal.hit_rate):,.0f} GPU hours",
-        f"fleet = {deal.gpus:g} GPUs x {HOURS:g} h = {deal.fleet_hours:,.0f} GPU hours",
+        f"fleet = {_plain(deal.gpus)} GPUs x {HOURS:g} h = {deal.fleet_hours:,.0f} GPU hours",
         f"saved = min(without, fleet) - with, at least 0 = {saved:,.0f} GPU hours",
-        f"{Part.REREAD.value} = saved x ${deal.gpu_usd_hour:g} = ${usd[Part.REREAD]:,.0f}",
+        f"{Part.REREAD.value} = saved x ${_plain(deal.gpu_usd_hour)} = ${usd[Part.REREAD]:,.0f}",
         f"{Part.THROUGHPUT.value} = (fleet - without, at least 0) x {deal.throughput_gain:g} / "
-        f"{1 + deal.throughput_gain:g} x ${deal.gpu_usd_hour:g} = ${usd[Part.THROUGHPUT]:,.0f}",
+        f"{1 + deal.throughput_gain:g} x ${_plain(deal.gpu_usd_hour)} = ${usd[Part.THROUGHPUT]:,.0f}",
         f"{Part.DEFERRED.value} = ${deal.deferred_usd_month:,.0f}",
         *(
-            f"{part.value} = {gib:,.0f} GiB x ${price:g} per GiB and month = ${usd[part]:,.0f}"
+            f"{part.value} = {gib:,.0f} GiB x ${_plain(price)} per GiB and month = ${usd[part]:,.0f}"
             for part, gib, price in (
                 (Part.RAM, deal.ram_gib, deal.ram_usd_gib),
                 (Part.DISK, deal.disk_gib, deal.disk_usd_gib),
@@ -300,16 +300,21 @@ def explain(deal: Deal) -> tuple[str, ...]:
         f"{deal.bytes_per_token:,.0f} bytes = {_loaded_bytes(deal) / 1e9:,.0f} GB",
         f"stored = prompt tokens x (1 - {deal.hit_rate:g}) x {deal.bytes_per_token:,.0f} bytes = "
         f"{_stored_bytes(deal) / 1e9:,.0f} GB",
-        f"{Part.REQUESTS.value} = (loaded x {deal.objects_read_share:g} x ${deal.read_usd_million:g} + "
-        f"stored x ${deal.write_usd_million:g}) / {deal.object_bytes:,.0f} bytes / 10^6 = "
+        f"{Part.REQUESTS.value} = (loaded x {deal.objects_read_share:g} x ${_plain(deal.read_usd_million)} + "
+        f"stored x ${_plain(deal.write_usd_million)}) / {deal.object_bytes:,.0f} bytes / 10^6 = "
         f"${usd[Part.REQUESTS]:,.0f}" + ("" if deal.objects_gib else ", since there are no objects"),
-        f"{Part.ZONES.value} = (loaded + stored) x {deal.far_share:g} x ${deal.zone_usd_gb:g} per GB = "
+        f"{Part.ZONES.value} = (loaded + stored) x {deal.far_share:g} x ${_plain(deal.zone_usd_gb)} per GB = "
         f"${usd[Part.ZONES]:,.0f}",
         f"{Part.OTHER.value} = ${deal.other_usd_month:,.0f}",
         f"net = ${sum(usd[part] for part in BENEFITS):,.0f} - "
         f"${sum(amount for part, amount in usd.items() if part not in BENEFITS):,.0f}",
     ]
     return tuple(lines)
+
+
+def _plain(number: float) -> str:
+    """Without an exponent above 1."""
+    return f"{number:,.0f}" if number >= 1e5 else f"{number:g}"
 
 
 def _loaded_bytes(deal: Deal) -> float:

@@ -13,10 +13,11 @@ from kvferry.cli.quantities import (
     add_token_arguments,
     flag_count,
     formula,
+    token_bytes_notes,
     token_bytes_of,
     token_bytes_why,
 )
-from kvferry.cli.table import compact, count, duration, labelled, table
+from kvferry.cli.table import compact, count, duration, labelled, per_second, table
 from kvferry.config import format_size, parse_size
 from kvferry.errors import MisconfiguredError
 from kvferry.traces import findings
@@ -88,6 +89,7 @@ def main(args: argparse.Namespace) -> int:
         ],
         **figures,
     }
+    found["notes"] = token_bytes_notes(args, figures["traffic"]["input_mean"] or 1)
     found["explanation"] = explain(found, token_bytes=token_bytes_why(args))
     if args.html is not None:
         _write_page(parse_path(args.html), found, per_token)
@@ -200,7 +202,8 @@ def render(found: dict[str, Any]) -> str:
             lines.append(
                 labelled(
                     kind,
-                    f"{compact(traffic[f'{kind}_tokens'])} tokens; per request p50 {count(spread['p50'])}, "
+                    f"{compact(traffic[f'{kind}_tokens'])} tokens; per request "
+                    f"{count(traffic[f'{kind}_mean'])} on average, p50 {count(spread['p50'])}, "
                     f"p90 {count(spread['p90'])}, p99 {count(spread['p99'])}, most {count(spread['max'])}",
                 )
             )
@@ -214,6 +217,7 @@ def render(found: dict[str, Any]) -> str:
         text = f"{count(unknown)} requests do not say what they share; their tokens count as not reusable"
         lines.append(labelled("unknown", text))
     lines.append(labelled("distinct", _distinct(reuse, found)))
+    lines += [labelled("KV", note) for note in found["notes"]]
     lines.append(labelled("reusable", _reusable(reuse["hit_rate"])))
     lines += _people(reuse)
     per_token = found["kv_bytes_per_token"]
@@ -302,7 +306,7 @@ def _slices(rows: list[dict[str, Any]], over: str, per_token: int | None) -> str
         head,
         [
             [
-                duration(row["start"]) if over == "time" else count(row["start"]),
+                duration(row["start"]) if over == "time" and row["start"] else count(row["start"]),
                 count(row["requests"]),
                 compact(row["input_tokens"]),
                 _held(row["touched_tokens"], per_token),
@@ -338,8 +342,8 @@ def _malformed(malformed: dict[str, Any]) -> list[str]:
 def _requests(traffic: dict[str, Any]) -> str:
     text = count(traffic["requests"])
     if traffic["span_s"]:
-        rate = traffic["requests"] / traffic["span_s"]
-        text += f" in {duration(traffic['span_s'])}, {rate:.2g} a second on average"
+        rate = per_second(traffic["requests"] / traffic["span_s"])
+        text += f" in {duration(traffic['span_s'])}, {rate} on average"
     if traffic["sessions"]:
         text += f", of {count(traffic['sessions'])} sessions"
     if traffic["times_going_back"]:
@@ -377,7 +381,7 @@ def _by_capacity(rows: list[dict[str, Any]], most: float, per_token: int | None)
             [
                 compact(row["tokens"]),
                 *([format_size(row["tokens"] * per_token)] if per_token else []),
-                *(_percent(row[policy]["last_half"]) for policy in Policy),
+                *(_percent(row[policy]["last_half"]) if policy in row else "-" for policy in Policy),
                 points(row["optimum"]["last_half"], row["lru"]["last_half"]),
                 points(most, row["optimum"]["last_half"]),
             ]

@@ -150,6 +150,8 @@ def plan_of(args: argparse.Namespace) -> Plan:
             f"{count} GPUs are no whole replicas of TP {sizings[0].tensor} x PP {sizings[0].pipeline}; "
             f"give a multiple of {ranks}"
         )
+    if args.weights is not None and args.weights_dtype is not None:
+        raise MisconfiguredError("--weights and --weights-dtype both say what the weights take; give one")
     weights = weights_of(model, args.weights_dtype, _size("--weights", args.weights))
     memory = _size("--gpu-memory", args.gpu_memory)
     if memory == 0:

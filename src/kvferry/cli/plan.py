@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from kvferry.advise.workload import Goal, Kind, Numbers
 from kvferry.cli.flags import BACKEND, CONNECTOR
 from kvferry.cli.plan_text import NAMES, markdown, render, summary, tables, verdict
 from kvferry.cli.price import NUMBERS as PRICE_NUMBERS
-from kvferry.cli.quantities import flag_count, parse_override, parse_tokens
+from kvferry.cli.quantities import flag_count, parse_number, parse_override, parse_tokens
 from kvferry.cli.table import COLUMNS
 from kvferry.config import parse_size
 from kvferry.errors import MisconfiguredError
@@ -117,16 +116,6 @@ def _add_machines(group: Any) -> None:
     group.add_argument("--shard-gbit", metavar="N", help="network of a cache server (30)")
 
 
-def _number(flag: str, text: str, *, lowest: float, highest: float) -> float:
-    try:
-        value = float(text.replace(",", ""))
-    except ValueError:
-        value = math.nan
-    if not lowest <= value <= highest:
-        raise MisconfiguredError(f"{flag} {text!r}: give a number from {lowest:g} to {highest:g}")
-    return value
-
-
 def _size(flag: str, text: str, *, lowest: int = 0) -> int:
     try:
         found = parse_size(text)
@@ -160,7 +149,7 @@ def numbers_of(args: argparse.Namespace) -> Numbers:
                 raise MisconfiguredError(f"{flag}: {error}") from error
     for flag, (field, lowest, highest, _) in COUNTS.items():
         if (text := _given(args, flag)) is not None:
-            found[field] = _number(flag, text, lowest=lowest, highest=highest)
+            found[field] = parse_number(flag, text, lowest=lowest, highest=highest)
     if args.gap is not None:
         found["gap_s"] = _gap(args.gap)
     return Numbers(**found)
@@ -182,10 +171,10 @@ def _prices(args: argparse.Namespace, gpu: Gpu) -> Prices:
     for flag in MONEY:
         field, default, highest, _ = PRICE_NUMBERS[flag]
         text = _given(args, flag)
-        money[field] = default or 0.0 if text is None else _number(flag, text, lowest=0, highest=highest)
+        money[field] = default or 0.0 if text is None else parse_number(flag, text, lowest=0, highest=highest)
     usd = gpu.usd_per_hour or None
     if args.gpu_usd_hour is not None:
-        usd = _number("--gpu-usd-hour", args.gpu_usd_hour, lowest=1e-6, highest=1e6)
+        usd = parse_number("--gpu-usd-hour", args.gpu_usd_hour, lowest=1e-6, highest=1e6)
     return Prices(gpu_usd_hour=usd, **money)
 
 
@@ -196,7 +185,7 @@ def _shard(args: argparse.Namespace) -> Shard:
         machine = capacity * SHARD_MACHINE_BYTES / SHARD_BYTES
     gbit = SHARD_GBIT
     if args.shard_gbit is not None:
-        gbit = _number("--shard-gbit", args.shard_gbit, lowest=0.1, highest=1e4)
+        gbit = parse_number("--shard-gbit", args.shard_gbit, lowest=0.1, highest=1e4)
     return Shard(capacity, machine, gbit)
 
 
@@ -233,7 +222,7 @@ def question_of(args: argparse.Namespace) -> Question:
         goal=None if args.goal is None else Goal(args.goal),
         measured=measured,
         kv=args.kv_dtype,
-        utilization=_number("--utilization", args.utilization, lowest=0.01, highest=1),
+        utilization=parse_number("--utilization", args.utilization, lowest=0.01, highest=1),
         overhead_bytes=_size("--overhead", args.overhead),
         memory_bytes=None if args.gpu_memory is None else _size("--gpu-memory", args.gpu_memory, lowest=1),
         host_bytes=None if args.host_memory is None else _size("--host-memory", args.host_memory),
@@ -243,10 +232,10 @@ def question_of(args: argparse.Namespace) -> Question:
         shard=_shard(args),
         active_parameters=None
         if active is None
-        else _number("--active-parameters", active, lowest=1e6, highest=1e14),
+        else parse_number("--active-parameters", active, lowest=1e6, highest=1e14),
         prefill_tokens_s=None
         if rate is None
-        else _number("--prefill-tokens-s", rate, lowest=1e-3, highest=1e9),
+        else parse_number("--prefill-tokens-s", rate, lowest=1e-3, highest=1e9),
         flops=gpu.fp8_tflops or None if weights_dtype(model, args.weights_dtype) == "fp8" else None,
     )
 

@@ -2,13 +2,19 @@
 
 import argparse
 import json
-import math
 from dataclasses import asdict
 from typing import Any
 
 from kvferry.advise.price import BENEFITS, HOURS, Answer, Deal, Part, answer, explain
-from kvferry.cli.quantities import add_token_arguments, formula, mean_tokens, token_bytes_of
-from kvferry.cli.table import COLUMNS, labelled, table
+from kvferry.cli.quantities import (
+    add_token_arguments,
+    formula,
+    mean_tokens,
+    parse_number,
+    token_bytes_notes,
+    token_bytes_of,
+)
+from kvferry.cli.table import COLUMNS, labelled, plain, table
 from kvferry.errors import MisconfiguredError
 from kvferry.models.gpus import find_gpu
 from kvferry.values import parse_count, parse_path
@@ -65,22 +71,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="everything, for programs")
 
 
-def number(flag: str, text: str, *, highest: float) -> float:
-    """From 0 to ``highest``. Raises MisconfiguredError."""
-    try:
-        value = float(text.replace(",", ""))
-    except ValueError:
-        value = math.nan
-    if not 0 <= value <= highest:
-        raise MisconfiguredError(f"{flag} {text!r}: give a number from 0 to {highest:g}")
-    return value
-
-
 def _tokens(flag: str, text: str) -> float:
     try:
         return mean_tokens(text)
     except MisconfiguredError as error:
         raise MisconfiguredError(f"{flag}: {error}") from error
+
+
+# flag that is 0 unless given -> flags that say nothing without it
+USELESS_WITHOUT = {
+    "--disk-gib": ("--disk-usd",),
+    "--objects-gib": ("--objects-usd", "--objects-read-share", "--read-usd", "--write-usd"),
+    "--far-share": ("--zone-usd",),
+    "--working-set-gib": ("--host-gib", "--long-gaps"),
+    "--host-gib": ("--working-set-gib",),
+    "--gpu": ("--gpus-file",),
+}
+
+
+def _refuse_useless(args: argparse.Namespace, given: dict[str, Any]) -> None:
+    """Raises MisconfiguredError for a flag whose number would not be used."""
+    for needed, flags in USELESS_WITHOUT.items():
+        has = given[NUMBERS[needed][0]] if needed in NUMBERS else args.gpu
+        useless = [flag for flag in flags if getattr(args, flag[2:].replace("-", "_"))]
+        if not has and useless:
+            raise MisconfiguredError(
+                f"{' and '.join(useless)} would change nothing without {needed}; give that too, or leave "
+                f"{'them' if len(useless) > 1 else 'it'} out"
+            )
 
 
 def deal_of(args: argparse.Namespace) -> Deal:
@@ -91,14 +109,16 @@ def deal_of(args: argparse.Namespace) -> Deal:
         text = getattr(args, flag[2:].replace("-", "_"))
         if text is not None:
             given[field] = (
-                _tokens(flag, text) if field == "prompt_tokens" else number(flag, text, highest=highest)
+                _tokens(flag, text) if field == "prompt_tokens" else parse_number(flag, text, highest=highest)
             )
         elif default is not None:
             given[field] = default
         elif field != "gpu_usd_hour":
             missing.append(flag)
-    if "gpu_usd_hour" not in given and args.gpu:
-        gpu = find_gpu(args.gpu, parse_path(args.gpus_file) if args.gpus_file else None)
+    _refuse_useless(args, given)
+    # Looked up even where its price is given beside it: a name that is wrong is said to be.
+    gpu = find_gpu(args.gpu, parse_path(args.gpus_file) if args.gpus_file else None) if args.gpu else None
+    if "gpu_usd_hour" not in given and gpu is not None:
         if not gpu.usd_per_hour:
             raise MisconfiguredError(f"the catalogue has no price of {gpu.name}; give it with --gpu-usd-hour")
         given["gpu_usd_hour"] = gpu.usd_per_hour
@@ -116,7 +136,7 @@ def deal_of(args: argparse.Namespace) -> Deal:
     )
 
 
-def document(deal: Deal, found: Answer) -> dict[str, Any]:
+def document(deal: Deal, found: Answer, notes: list[str]) -> dict[str, Any]:
     """Everything as one JSON document; dollars of a month."""
     return {
         "inputs": asdict(deal),
@@ -132,6 +152,7 @@ def document(deal: Deal, found: Answer) -> dict[str, Any]:
             name: [{"value": moved.value, "net_usd_per_month": moved.net_usd} for moved in pair]
             for name, pair in found.sensitivity.items()
         },
+        "notes": notes,
         "explanation": explain(deal),
     }
 
@@ -141,7 +162,7 @@ def usd(amount: float) -> str:
     return f"{'-' if round(amount) < 0 else ''}${abs(amount):,.0f}"
 
 
-def render(deal: Deal, found: Answer) -> str:
+def render(deal: Deal, found: Answer, notes: list[str]) -> str:
     """For people."""
     rows = [
         ("+" if part in BENEFITS else "-", part.value, usd(amount))
@@ -165,16 +186,24 @@ def render(deal: Deal, found: Answer) -> str:
     blocks.append(
         labelled(
             "Mind",
-            f"{found.gpu_hours:,.0f} GPU hours are {found.gpu_hours / HOURS:.1f} of {deal.gpus:g} GPUs "
+            f"{found.gpu_hours:,.0f} GPU hours are {found.gpu_hours / HOURS:.1f} of {plain(deal.gpus)} GPUs "
             f"({100 * share:.0f}%). They are money only if you run fewer GPUs or put off buying some; else "
             "they are room for more users.",
         )
     )
+    if notes:
+        blocks.append("\n".join(labelled("KV", note) for note in notes))
     moved = [
-        (FLAG_OF[name], f"{getattr(deal, name):,g}", f"{low.value:,g}", usd(low.net_usd), f"{high.value:,g}",
-         usd(high.net_usd))
+        (
+            FLAG_OF[name],
+            plain(getattr(deal, name)),
+            plain(low.value),
+            usd(low.net_usd),
+            plain(high.value),
+            usd(high.net_usd),
+        )
         for name, (low, high) in list(found.sensitivity.items())[:6]
-    ]  # fmt: skip
+    ]
     blocks.append(table(("if", "is not", "but", "net", "or", "net"), moved))
     return "\n\n".join(blocks)
 
@@ -183,10 +212,11 @@ def main(args: argparse.Namespace) -> int:
     """Print the answer; 0 whatever it is."""
     deal = deal_of(args)
     found = answer(deal)
+    notes = token_bytes_notes(args, deal.prompt_tokens)
     if args.json:
-        print(json.dumps(document(deal, found), indent=2))
+        print(json.dumps(document(deal, found, notes), indent=2))
         return 0
-    print(render(deal, found))
+    print(render(deal, found, notes))
     if args.explain:
         print("\n" + formula(explain(deal)))
     return 0

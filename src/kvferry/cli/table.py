@@ -39,12 +39,26 @@ def compact(number: float) -> str:
 
     Not K, M or G: those are powers of 1,024 in lengths of prompts.
     """
-    if number < 1e6:
+    if round(number) < 1e6:
         return count(number)
-    size, unit = next(
-        (size, unit) for size, unit in ((1e12, "tn"), (1e9, "bn"), (1e6, "mn")) if number >= size
-    )
-    return f"{number // (size / 10) / 10:.1f} {unit}"
+    for size, unit in ((1e6, "mn"), (1e9, "bn")):
+        if round(number / size, 1) < 1000:
+            return f"{number / size:.1f} {unit}"
+    return f"{number / 1e12:.1f} tn"
+
+
+def plain(number: float) -> str:
+    """``0.85``, ``20,000``, ``1,234,567``: six digits or all before the point, and no exponent above 1."""
+    return f"{number:,.0f}" if abs(number) >= 1e5 else f"{number:,.6g}"
+
+
+def per_second(rate: float) -> str:
+    """``120 a second``, ``0.19 a second``, ``4.3 an hour``."""
+    if rate >= 100:
+        return f"{count(rate)} a second"
+    if rate >= 0.01:
+        return f"{rate:.2g} a second"
+    return f"{rate * 3600:.2g} an hour"
 
 
 def clip(text: str, width: int) -> str:

@@ -49,10 +49,15 @@ def _traffic(traffic: Mapping[str, Any]) -> list[str]:
     lines = [
         "p50, p90, p99 = the value that so many of 100 requests do not exceed; it occurs among them",
     ]
+    if traffic["requests"]:
+        lines.append(
+            f"average input = {traffic['input_tokens']:,} tokens / {traffic['requests']:,} requests = "
+            f"{traffic['input_mean']:,.1f}"
+        )
     if traffic["span_s"]:
         lines.append(
             f"rate = {traffic['requests']:,} requests / ({traffic['span_s']:,.1f} s from the earliest to the "
-            f"latest) = {traffic['requests'] / traffic['span_s']:.2g} a second"
+            f"latest) = {traffic['requests'] / traffic['span_s']:,.4f} a second"
         )
     if traffic["input_to_output"] is not None:
         lines.append(
