@@ -145,7 +145,7 @@ def test_sglangs_own_parser_takes_every_argument(tmp_path: Path) -> None:
         assert found["tp_size"] == settings.tensor
         assert found["kv_cache_dtype"] == ("fp8_e4m3" if settings.kv_dtype == "fp8" else "auto")
         assert 0 < found["mem_fraction_static"] < settings.utilization
-        assert found["hicache_size"] == settings.offload_bytes // settings.tensor // 10**9
+        assert found["hicache_size"] == settings.sglang_rank_bytes // 10**9
         assert (found["extra"] is not None) == settings.pool
 
 
