@@ -252,6 +252,20 @@ def test_after_gaps_and_noise_only_right_bytes_are_found(stores: list[int], seed
             again.log.unpin(place)
 
 
+def test_what_lies_behind_a_gap_is_not_found_once_something_else_was_written_there() -> None:
+    """Though it has its segment's generation and begins where the new record ends."""
+    disk = Disk.empty()
+    for n in (2, 7, 0):  # the last two take two blocks each
+        disk.store(n)
+    second = disk.log.records[REFS[7]].place
+    disk.files.segments[second.segment][second.offset] ^= 1
+    again = Disk.recovered(disk.files)
+    assert again.held() == {REFS[2]}
+    again.store(1)
+    assert again.log.records[REFS[1]].place == second
+    assert Disk.recovered(disk.files).held() == {REFS[2], REFS[1]}
+
+
 def test_what_is_used_outlives_what_is_not() -> None:
     """Segments leave whole; what was used since it was written is carried over."""
     disk = Disk.empty()

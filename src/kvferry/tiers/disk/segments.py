@@ -119,6 +119,7 @@ class SegmentLog:
         self._active: _Segment | None = None
         self._writing: set[PartRef] = set()
         self._doomed: set[PartRef] = set()
+        self._kept_free = 0  # bytes of the active segment, for what is carried over next
         self._clock = 0
         self._generation = 0
 
@@ -168,10 +169,13 @@ class SegmentLog:
         active = self._active
         if active is None:
             return Lack.NO_ROOM
-        if active.end + nbytes > self.segment_bytes:
-            if not carried:
+        room = self.segment_bytes - active.end
+        if nbytes > room or (not carried and nbytes > room - self._kept_free):
+            if not carried and not self._kept_free:
                 self._seal()
             return Lack.NO_ROOM
+        if carried:
+            self._kept_free = max(0, self._kept_free - nbytes)
         place = Place(active.number, active.generation, active.end)
         active.link = next_link(active.link, generation=place.generation, offset=place.offset, ref=ref)
         active.end += nbytes
@@ -223,6 +227,12 @@ class SegmentLog:
 
     def next_step(self) -> Step | None:
         """What is to be done next so that writing goes on; None: nothing, or nothing can be."""
+        step = self._next_step()
+        if step is None or step.kind is not StepKind.EVICT:
+            self._kept_free = 0
+        return step
+
+    def _next_step(self) -> Step | None:
         free = next((s for s in self._segments.values() if s.state is State.FREE), None)
         leaving = [s for s in self._segments.values() if s.state is State.LEAVING]
         leaving += [s for s in self._segments.values() if s.state is State.ERASING]
@@ -261,17 +271,24 @@ class SegmentLog:
         segment.state, segment.generation = State.ACTIVE, head.generation
         segment.link, segment.end = head.seed, FIRST_RECORD
         self._active = segment
+        step = self._next_step()
+        if step is not None and step.kind is StepKind.EVICT:
+            self.worth_carrying(step.segment)  # before anything else is written into this segment
 
     def worth_carrying(self, number: int) -> list[PartRef]:
-        """What was used since it was written, the last used first."""
+        """What was used since it was written, the last used first. The active segment has room for it, and
+        keeps that until ``vacate``."""
         hot = [(self.records[ref].used, ref) for ref in self._segments[number].refs]
         hot = sorted((item for item in hot if item[0]), key=lambda item: item[0], reverse=True)
-        room = self.segment_bytes // CARRIED_SHARE
+        left = self.segment_bytes - self._active.end if self._active is not None else 0
+        room = min(self.segment_bytes // CARRIED_SHARE, left)
         chosen: list[PartRef] = []
+        self._kept_free = 0
         for _, ref in hot:
-            room -= record_bytes(ref.nbytes)
-            if room < 0:
+            nbytes = record_bytes(ref.nbytes)
+            if self._kept_free + nbytes > room:
                 break
+            self._kept_free += nbytes
             chosen.append(ref)
         return chosen
 
@@ -282,6 +299,7 @@ class SegmentLog:
             raise BrokenError(f"segment {number} is {segment.state.value} and cannot leave")
         for ref in segment.refs:
             del self.records[ref]
+        self._kept_free = 0
         gone = len(segment.refs)
         segment.refs.clear()
         segment.state = State.LEAVING

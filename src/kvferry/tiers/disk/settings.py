@@ -11,6 +11,8 @@ MIN_SEGMENTS = 4
 USUAL_SEGMENTS = 16
 MAX_SEGMENTS = 256
 """Each holds a descriptor."""
+FILE_OVERHEAD_BYTES = 8 * BLOCK_BYTES
+"""What a file system takes for a segment beside its bytes: where they are."""
 SMALLEST_SEGMENT_BYTES = 16 << 20
 USUAL_SEGMENT_BYTES = 1 << 30
 
@@ -44,9 +46,9 @@ def usual_segment_bytes(size_bytes: int) -> int:
         )
     count = min(max(USUAL_SEGMENTS, -(-size_bytes // USUAL_SEGMENT_BYTES)), MAX_SEGMENTS)
     count = max(MIN_SEGMENTS, min(count, size_bytes // SMALLEST_SEGMENT_BYTES))
-    return (size_bytes - BLOCK_BYTES) // count // BLOCK_BYTES * BLOCK_BYTES
+    return ((size_bytes - BLOCK_BYTES) // count - FILE_OVERHEAD_BYTES) // BLOCK_BYTES * BLOCK_BYTES
 
 
 def segments_within(size_bytes: int, segment_bytes: int) -> int:
     """How many segments fit, beside the block with which the disk is tried."""
-    return min((size_bytes - BLOCK_BYTES) // segment_bytes, MAX_SEGMENTS)
+    return min((size_bytes - BLOCK_BYTES) // (segment_bytes + FILE_OVERHEAD_BYTES), MAX_SEGMENTS)

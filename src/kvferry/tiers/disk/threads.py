@@ -141,6 +141,8 @@ class Janitor:
         if now >= self._grow_at:
             books.log.may_grow = True
         step = books.log.next_step()
+        if step is None:
+            books.writers.notify_all()  # room that was kept free is not any more
         stuck = step is None and not books.log.writable and not books.log.leaving
         if stuck and not books.stuck:
             books.writers.notify_all()
@@ -209,6 +211,7 @@ class Janitor:
         with books.lock:
             if not books.breaker.is_open and not books.closed:
                 books.counts.evicted_parts += books.log.vacate(number)
+                books.writers.notify_all()
 
     def _carry(self, ref: PartRef) -> bool:
         """Whether another may be tried."""
