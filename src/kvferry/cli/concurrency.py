@@ -242,7 +242,7 @@ def render(plan: Plan) -> str:
         ),
         labelled(
             "GPUs",
-            f"{plan.count} x {gpu.name} of {budget.memory_bytes / 1e9:g} GB = {plan.replicas} "
+            f"{plan.count:,} x {gpu.name} of {budget.memory_bytes / 1e9:g} GB = {plan.replicas:,} "
             f"replica{'s' if plan.replicas > 1 else ''} of TP {first.tensor} x PP {first.pipeline}",
         ),
         labelled(

@@ -61,6 +61,8 @@ def parse_number(flag: str, text: str, *, lowest: float = 0.0, highest: float) -
 
 
 def _bound(number: float) -> str:
+    if 0 < number < 1e-4:
+        return f"{number:f}".rstrip("0")
     return f"{number:,.0f}" if number >= 1e5 else f"{number:g}"
 
 
