@@ -255,9 +255,9 @@ def test_after_gaps_and_noise_only_right_bytes_are_found(stores: list[int], seed
 def test_what_lies_behind_a_gap_is_not_found_once_something_else_was_written_there() -> None:
     """Though it has its segment's generation and begins where the new record ends."""
     disk = Disk.empty()
-    for n in (2, 7, 0):  # the last two take two blocks each
+    for n in (2, 5, 0):  # each takes two blocks
         disk.store(n)
-    second = disk.log.records[REFS[7]].place
+    second = disk.log.records[REFS[5]].place
     disk.files.segments[second.segment][second.offset] ^= 1
     again = Disk.recovered(disk.files)
     assert again.held() == {REFS[2]}
