@@ -205,6 +205,26 @@ def test_programs_get_the_same_figures(analyze: Callable[..., str]) -> None:
     assert found["traffic"]["requests"] == 60
     assert [row["blocks"] for row in found["reuse"]["by_capacity"]] == [16, 32]
     assert math.isclose(found["traffic"]["input_to_output"], found["traffic"]["input_tokens"] / 1800)
+    assert math.isclose(found["traffic"]["input_mean"], found["traffic"]["input_tokens"] / 60)
+    assert found["traffic"]["output_mean"] == 30
+    assert found["notes"] == []
+
+
+def test_averages_rates_and_starts_are_as_people_write_them(analyze: Callable[..., str]) -> None:
+    text = analyze("--explain")
+    mean = json.loads(analyze("--json"))["traffic"]["input_mean"]
+    assert f"per request {mean:,.0f} on average, p50" in text
+    assert f"= {mean:,.1f}\n" in text
+    assert "1 a second on average" in text
+    assert "0.0 ms" not in text
+
+
+def test_the_bytes_of_a_token_come_with_the_lengths_that_they_hold_for(analyze: Callable[..., str]) -> None:
+    assert "B of bf16, one copy, at any length" in analyze("--model", "llama-3.1-8b")
+    windows = " ".join(analyze("--model", "gemma-3-27b", "--kv-dtype", "fp8").split())
+    assert "in prompts of up to 1,024 tokens; windows make it less in longer ones" in windows
+    assert "vLLM leaves windows in 16 bits" in windows
+    assert "fp8_ds_mla" in analyze("--model", "deepseek-v3.2", "--kv-dtype", "fp8")
 
 
 @pytest.mark.parametrize(
@@ -213,6 +233,8 @@ def test_programs_get_the_same_figures(analyze: Callable[..., str]) -> None:
         (["--capacities", "1GiB"], "--capacities", "--kv-bytes-per-token"),
         (["--capacities", "1KiB", "--kv-bytes-per-token", "131072"], "1KiB", "give more"),
         (["--kv-bytes-per-token", "many"], "'many'", "whole number"),
+        (["--kv-bytes-per-token", "9", "--model", "llama-3.1-8b"], "both say", "give one"),
+        (["--kv-dtype", "fp8"], "--kv-dtype", "without --model"),
         (["--block-tokens", "0"], "0", "1 to"),
         (["--capacities", "", "--kv-bytes-per-token", "9"], "''", "512GiB"),
         (["--capacities", "much", "--kv-bytes-per-token", "9"], "--capacities", "much"),
