@@ -27,7 +27,6 @@ _HALF_LIFE = 2 * TICKS  # of what was learned
 _THOUGHT = [  # share of each level that is used again in a tick, by age, before anything is learned
     [first / (1 + 2 * age / TICKS) for age in range(AGES)] for first in (0.06, 0.12, 0.18, 0.24)
 ]
-_TOLERATED = 1 / 256  # LRU may find more by this share of what is wanted: no estimate is better
 _PRIOR_WEIGHT = 0.05  # of a capacity seen for a tick: so much is what is thought worth
 
 
@@ -43,8 +42,8 @@ class Lifetimes:
         self._seen = [[0.0] * AGES for _ in range(LEVELS)]  # alive at the end of a tick, over time
         self._again = [[0.0] * AGES for _ in range(LEVELS)]  # used again, over time
         self._again_now = [[0] * AGES for _ in range(LEVELS)]  # since the last tick
-        self._wanted = self._found = self._lru_found = 0.0
-        self._wanted_now = self._found_now = self._lru_found_now = self._oldest_now = 0
+        self._found = self._lru_found = 0.0
+        self._found_now = self._lru_found_now = self._oldest_now = 0
         self._oldest, self._oldest_share = NEVER, 1.0  # tick LRU holds only a part of, and how much of it
         self._worth: list[list[float]] = []
         self.now = 0
@@ -89,7 +88,6 @@ class Lifetimes:
         if age < AGES:
             self._alive[level][age] -= amount
             self._again_now[level][age] += amount
-        self._wanted_now += held
         self._found_now += held
         if tick > self._oldest:
             self._lru_found_now += amount
@@ -98,7 +96,6 @@ class Lifetimes:
 
     def store(self, amount: int) -> None:
         """So much was stored: time passes."""
-        self._wanted_now += amount
         self._stored += amount
         while self._stored >= self._tick_amount:
             self._stored -= self._tick_amount
@@ -135,11 +132,10 @@ class Lifetimes:
     def _compare(self) -> None:
         """What was found with what LRU would have found."""
         lru_found = self._lru_found_now + self._oldest_now * self._oldest_share
-        self._wanted = (self._wanted + self._wanted_now) * self._fade
         self._found = (self._found + self._found_now) * self._fade
         self._lru_found = (self._lru_found + lru_found) * self._fade
-        self._wanted_now = self._found_now = self._lru_found_now = self._oldest_now = 0
-        self._lru_is_better = self._lru_found - self._found > _TOLERATED * self._wanted
+        self._found_now = self._lru_found_now = self._oldest_now = 0
+        self._lru_is_better = self._lru_found > self._found
 
     def _imagine_lru(self) -> None:
         room = self._capacity - self._tick_amount / 2  # on average over the tick to come

@@ -13,6 +13,7 @@ BENCHMARKS = {
         "kvferry.bench.valkey_eviction.command",
         "what a full Valkey keeps of a trace, by its policy and by what steers that",
     ),
+    "policies": ("kvferry.bench.policies.command", "hit rates of the pool's eviction policy and of others"),
     "faults": ("kvferry.bench.faults.command", "what a fault costs real engines, and how reuse returns"),
     "chaos": ("kvferry.bench.chaos.command", "wrong bytes, leaks and late answers while all of it is broken"),
     "soak": (

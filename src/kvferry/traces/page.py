@@ -71,7 +71,11 @@ def _capacities(rows: Sequence[dict[str, Any]], most: float, label: Sequence[str
     limit = _y(most, top)
     parts.append(f'<path class="limit" d="M{_LEFT} {limit:.1f}H{WIDTH - _RIGHT}"/>')
     for policy, name in _NAMES.items():
-        places = [(_LEFT + place * step, _y(row[policy]["last_half"], top)) for place, row in enumerate(rows)]
+        places = [
+            (_LEFT + place * step, _y(row[policy]["last_half"], top))
+            for place, row in enumerate(rows)
+            if policy in row
+        ]
         line = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
         parts.append(f'<path class="{policy.value}" d="M{line}"><title>{name}</title></path>')
     for number, (policy, name) in enumerate(_NAMES.items()):  # a legend, as the lines meet at their ends
