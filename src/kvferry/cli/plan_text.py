@@ -185,16 +185,16 @@ def _tier(found: dict[str, Any]) -> Table:
     rows = [
         [
             "capacity",
-            f"{tier['planned_bytes'] / 1e9:,.0f} GB",
-            f"peak {tier['peak_bytes'] / 1e9:,.0f} GB and 30%",
+            volume(tier["planned_bytes"]),
+            f"peak {volume(tier['peak_bytes'])} and 30%",
         ],
         [
             "shards",
-            f"{tier['shards']}",
-            f"{tier['shards_by_capacity']} by capacity, {tier['shards_by_read_bandwidth']} by reads of "
-            f"{tier['read_bytes_per_s'] / 1e9:,.2f} GB/s",
+            compact(tier["shards"]),
+            f"{compact(tier['shards_by_capacity'])} by capacity, "
+            f"{compact(tier['shards_by_read_bandwidth'])} by reads of {volume(tier['read_bytes_per_s'])}/s",
         ],
-        ["reads", f"{tier['sustained_bytes_per_s'] / 1e9:,.1f} GB/s", "that these shards sustain"],
+        ["reads", f"{volume(tier['sustained_bytes_per_s'])}/s", "that these shards sustain"],
         ["NVMe", volume(tier["nvme_bytes"]), "of who comes back within a day (--resume-hours)"],
         ["bucket", volume(tier["bucket_bytes"]), "of who comes back later"],
         [
