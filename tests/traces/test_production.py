@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.pool.model import MIB, SPACE, catalogue, run
@@ -11,6 +12,8 @@ from tests.traces.test_policies import log_of, traces
 from kvferry.identity.names import PartKey
 from kvferry.pool.catalogue import Catalogue
 from kvferry.pool.entries import Declined, DeclineReason
+from kvferry.traces import findings
+from kvferry.traces.policies import Policy
 from kvferry.traces.production import ProductionCache
 
 
@@ -51,7 +54,7 @@ def test_hits_are_those_of_the_pool(prompts: list[list[int]], capacity: int) -> 
 
 
 @given(data=st.data(), capacity=st.sampled_from([8, 16, 64, 128]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_hits_are_those_of_the_pool_once_it_has_learned(data: st.DataObject, capacity: int) -> None:
     """Longer traces: conversations that go on, prompts that come once, and some that all begin with."""
     random = data.draw(st.randoms(use_true_random=False))
@@ -67,3 +70,16 @@ def test_hits_are_those_of_the_pool_once_it_has_learned(data: st.DataObject, cap
         talks.append(keys)
         prompts.append(keys)
     compare(prompts, capacity)
+
+
+@pytest.mark.parametrize(("requests", "shown"), [(1, 9), (200, 5), (400, 2), (10_000, 1)])
+def test_the_pool_is_followed_at_as_many_capacities_as_there_is_time_for(
+    monkeypatch: pytest.MonkeyPatch, requests: int, shown: int
+) -> None:
+    monkeypatch.setattr(findings, "FOLLOWED", 1000)
+    log = log_of([[number % 7, number] for number in range(requests)])
+    rows = findings.by_capacity(log, capacities=range(1, 10), policies=list(Policy))
+    followed = [place for place, row in enumerate(rows) if "production" in row]
+    assert len(followed) == shown
+    assert followed == [8 - place for place in reversed(followed)]  # evenly spread
+    assert all("lru" in row and "optimum" in row for row in rows)
