@@ -142,7 +142,7 @@ def test_a_file_that_is_no_list_of_gpus_is_refused(tmp_path: Path, text: str) ->
         ("gpt-oss-120b", "mxfp4", 65.3),  # 60.8 GiB on its card
         ("gpt-oss-20b", "mxfp4", 13.8),  # 12.8 GiB on its card
         ("kimi-k2.6", "int4", 579),
-        ("deepseek-v3.1", "nvfp4", 386),
+        ("deepseek-v3.1", "fp8", 673),
         ("minimax-m2", "fp8", 231),
         ("llama-3.1-8b", "bf16", 16.06),
     ],
