@@ -107,7 +107,7 @@ def _prefill(asked: Lookup) -> PrefillModel | None:
 
 
 def _lengths(space: Namespace, gaps: Sequence[Gap], usable: bytearray, behind: Tier) -> list[Length]:
-    """The usable boundaries, the longest of each of ``MAX_LENGTHS`` stretches, and what the tier must bring."""
+    """The usable boundaries, the longest of each of ``MAX_LENGTHS`` stretches; what the tier must bring."""
     chunks = usable.rfind(1)
     numbers = {space.trailing_of(part) for part in space.parts}
     absent = {number: [0] * chunks for number in numbers}  # bytes by position
