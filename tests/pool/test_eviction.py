@@ -1,13 +1,16 @@
 """What leaves first, and what never leaves."""
 
+import heapq
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.pool.model import MIB, OTHER, SPACE, catalogue, chunk, chunks, declined, key, put, reserved, run
 
 from kvferry.lifetimes import NEW_SHARE
+from kvferry.pool import policy
 from kvferry.pool.catalogue import Catalogue
-from kvferry.pool.entries import DeclineReason, EntryState
+from kvferry.pool.entries import DeclineReason, Entry, EntryState, Run
 from kvferry.pool.slots import SlotAllocator
 
 
@@ -122,6 +125,48 @@ def test_a_part_pinned_again_after_its_return_stays() -> None:
     put(made, 3, range(12))
     assert held(made, 1, 8) == list(range(8))
     made.check()
+
+
+def test_slots_given_back_empty_make_no_time_pass_and_nothing_forgotten() -> None:
+    """As for loads from a tier that is down."""
+    made = catalogue(100 * MIB)
+    put(made, 0, range(100))
+    put(made, 1, range(50))
+    lost = [n for n in range(100) if made.state(key(0, n)) is EntryState.ABSENT]
+    for _ in range(40):
+        for n in lost:
+            reserved(made.reserve(key(0, n), MIB, 1))
+        for n in lost:
+            made.abandon(key(0, n), 1)
+    assert made.statistics().reused_bytes == 0
+    put(made, 0, range(lost[0], lost[0] + 1))
+    assert made.statistics().reused_bytes == MIB
+
+
+def test_returning_from_many_pins_costs_little_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long load pins all that a queue has: when it ends, each part returns at a cost that does not grow."""
+    moved = 0
+
+    def counted(items: list[tuple[int, Entry]]) -> None:
+        nonlocal moved
+        moved += len(items)
+        heapify(items)
+
+    heapify = heapq.heapify
+    monkeypatch.setattr(policy.heapq, "heapify", counted)
+    queue = policy.RecencyQueue()
+    run, count = Run(0, slabs=1, slot_bytes=MIB, slots=1), 5000
+    entries = [Entry(key(0, n), nbytes=MIB, offset=n * MIB, run=run, filler=1) for n in range(count)]
+    for stamp, entry in enumerate(entries):
+        entry.stamp = stamp
+        queue.append(entry)
+        entry.pins = 1
+    assert queue.coldest() is None
+    for entry in entries:
+        entry.pins = 0
+        queue.unpinned(entry)
+    assert queue.coldest() is entries[0]
+    assert moved <= 4 * count
 
 
 def test_a_head_that_was_lost_comes_back_as_protected_as_its_tail() -> None:

@@ -30,6 +30,7 @@ class RecencyQueue:
     def __init__(self) -> None:
         self._linked: OrderedDict[Entry, None] = OrderedDict()  # coldest first, stamps ascending
         self._returned: list[tuple[int, Entry]] = []
+        self._tidy_at = MAX_STALE_RETURNS
 
     def append(self, entry: Entry) -> None:
         """Make an entry, whose stamp is the latest, the most recent."""
@@ -45,9 +46,10 @@ class RecencyQueue:
         """The last pin of an entry ended."""
         if entry.place is not Place.ASIDE:
             return
-        if len(self._returned) > 2 * len(self._linked) + MAX_STALE_RETURNS:
+        if len(self._returned) > self._tidy_at:
             self._returned = [item for item in self._returned if self._current(item)]
             heapq.heapify(self._returned)
+            self._tidy_at = 2 * len(self._returned) + MAX_STALE_RETURNS
         entry.place = Place.RETURNED
         heapq.heappush(self._returned, (entry.stamp, entry))
 
@@ -117,18 +119,18 @@ class EvictionPolicy:
         return victim is None or (victim.level == 0 and not self._lifetimes.as_lru(self._new_bytes))
 
     def filling(self, entry: Entry) -> None:
-        """Memory was reserved. One that left and comes back is used."""
-        slot_bytes = entry.run.slot_bytes
+        """Memory was reserved."""
+        self._count(entry, entry.run.slot_bytes)
+
+    def ready(self, entry: Entry) -> None:
+        """Its bytes are there: it may be a victim from now on. One that left and comes back is used."""
+        level, slot_bytes = entry.level, entry.run.slot_bytes
         left = self._left.pop(hash(entry.key), None)
         if left is not None and self._lifetimes.remembered(left.tick):
             self._lifetimes.used(left.level, left.tick, left.slot_bytes, held=0)
-            entry.level = min(left.level + 1, TOP)
+            level = min(left.level + 1, TOP)
         self._lifetimes.store(slot_bytes)
-        self._count(entry, slot_bytes)
-
-    def ready(self, entry: Entry) -> None:
-        """Its bytes are there: it may be a victim from now on."""
-        self._place(entry, entry.level)
+        self._place(entry, level)
 
     def use(self, entry: Entry, at_least: int) -> int:
         """A request uses a READY entry: it is the most recent, one level higher, and at least at that one."""
