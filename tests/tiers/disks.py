@@ -19,10 +19,14 @@ from kvferry.tiers.disk.tier import DiskTier
 
 
 class Troubles:
-    """read, write, allocate: the errno that each ends with, 0: none. ``hang``: none of them ends."""
+    """read, write, allocate: the errno that each ends with, 0: none. ``hang``: none of them ends.
+
+    unreadable: places, segment and offset, where a read ends with EIO.
+    """
 
     def __init__(self) -> None:
         self.read = self.write = self.allocate = 0
+        self.unreadable: set[tuple[int, int]] = set()
         self.hanging = 0
         self._go = threading.Event()
         self._go.set()
@@ -52,7 +56,8 @@ class TroubledFiles(SegmentFiles):
     troubles: Troubles
 
     def read(self, number: int, buffers: Buffers, offset: int) -> int:
-        self.troubles.meet(self.troubles.read)
+        bad = (number, offset) in self.troubles.unreadable
+        self.troubles.meet(errno.EIO if bad else self.troubles.read)
         return super().read(number, buffers, offset)
 
     def write(self, number: int, buffers: Buffers, offset: int) -> int:

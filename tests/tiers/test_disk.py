@@ -326,6 +326,35 @@ def test_a_record_that_cannot_be_read_is_given_up_in_the_end(store: DiskStore, t
     assert found_right(tier, some_ref(MIB, 1), 1)
 
 
+def test_used_parts_that_cannot_be_read_leave_with_their_segment(store: DiskStore, tier: DiskTier) -> None:
+    hot = [ref for ref, _ in parts(range(4))]
+    store_all(tier, parts(range(8)))
+    tier.touch(hot)
+    places = [store.place(ref) for ref in hot]
+    store.troubles.unreadable = {(place.segment, place.offset) for place in places}
+    for start in range(100, 300, 10):
+        new = parts(range(start, start + 10))
+        eventually(lambda new=new: set(store_all(tier, new)) == {Outcome.OK}, "stores")  # type: ignore[misc]
+    eventually(lambda: tier.statistics().state == "up", "the end of its quarantine")
+    assert probe_all(tier, hot) == [Outcome.MISS] * 4
+    assert found_right(tier, some_ref(MIB, 299), 299)
+
+
+def test_a_head_that_cannot_be_read_keeps_no_node_from_starting(store: DiskStore) -> None:
+    """What is behind it in its segment is gone; what is before it, and other segments, are not."""
+    before = store.open()
+    store_all(before, parts(range(6)))
+    place = store.place(some_ref(MIB, 3))
+    inside = [n for n in range(6) if store.place(some_ref(MIB, n)).offset < place.offset]
+    before.close()
+    store.troubles.unreadable = {(place.segment, place.offset)}
+    after = store.open()
+    assert all(found_right(after, some_ref(MIB, n), n) for n in inside)
+    assert probe_all(after, [some_ref(MIB, 3)]) == [Outcome.MISS]
+    assert store_all(after, parts(range(10, 12))) == [Outcome.OK] * 2
+    after.close()
+
+
 def test_a_hung_disk_hangs_nobody(store: DiskStore, tier: DiskTier) -> None:
     """What waits ends on time; what the disk moves ends when it lets go, and keeps its memory till then."""
     refs = [ref for ref, _ in parts(range(12))]

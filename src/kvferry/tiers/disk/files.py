@@ -157,6 +157,7 @@ class SegmentFiles:
             )
             if self._trial >= 0:
                 os.close(self._trial)
+                self._trial = -1  # should it not open again
             self._trial = self._open(path, flags)
             self.try_out()
 

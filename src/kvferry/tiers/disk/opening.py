@@ -44,7 +44,15 @@ def _open_log(files: SegmentFiles, settings: DiskSettings) -> SegmentLog:
 
     def scanned(number: int) -> Scanned | None:
         records = RecordIO(files)
-        return scan(number, lambda offset: records.read_block(number, offset), segment_bytes=segment_bytes)
+
+        def block(offset: int) -> memoryview:
+            try:
+                return records.read_block(number, offset)
+            except OSError as error:  # what is behind it cannot be found; a cache begins without it
+                log.warning("segment %d cannot be read at %d: %s", number, offset, error.strerror)
+                return memoryview(b"")
+
+        return scan(number, block, segment_bytes=segment_bytes)
 
     with ThreadPoolExecutor(SCANNERS, "kvferry-disk-scan") as scanners:
         found = dict(zip(usable, scanners.map(scanned, usable), strict=True))

@@ -72,10 +72,10 @@ class RecordIO:
         return checksums
 
     def is_whole(self, segment: int, ref: PartRef, offset: int) -> bool:
-        """Whether all its bytes are there, for recovery."""
+        """Whether all its bytes are there and can be read, for recovery."""
         try:
             self.read_whole(Place(segment, 0, offset), ref)
-        except CorruptError:
+        except (CorruptError, OSError):
             return False
         return True
 

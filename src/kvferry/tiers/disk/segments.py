@@ -292,6 +292,12 @@ class SegmentLog:
             chosen.append(ref)
         return chosen
 
+    def not_worth_carrying(self, ref: PartRef) -> None:
+        """It cannot be read now: it goes with its segment, unless it is used again."""
+        record = self.records.get(ref)
+        if record is not None:
+            record.used = 0
+
     def vacate(self, number: int) -> int:
         """What is left in it is not found any more. Returns how many parts that were."""
         segment = self._segments[number]

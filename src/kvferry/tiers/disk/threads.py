@@ -12,7 +12,7 @@ from functools import partial
 
 from kvferry.errors import CorruptError
 from kvferry.identity.names import PartRef
-from kvferry.tiers.breaker import SILENCE
+from kvferry.tiers.breaker import FAILURE, SILENCE
 from kvferry.tiers.contract import Outcome
 from kvferry.tiers.disk.books import FULL_S, Books, is_full
 from kvferry.tiers.disk.files import Buffers, SegmentFiles
@@ -170,9 +170,7 @@ class Janitor:
         books = self._books
         try:
             self._files.allocate(number, books.log.segment_bytes)
-        except OSError as error:
-            if not is_full(error):
-                raise
+        except OSError as error:  # full, or whatever it is: there are the segments that were made before
             with books.lock:
                 books.log.may_grow = False
                 self._grow_at = time.monotonic() + FULL_S
@@ -226,10 +224,12 @@ class Janitor:
             with books.lock:
                 books.log.unpin(place)
                 return True  # it goes with its segment
-        except OSError:
+        except OSError as error:
             with books.lock:
                 books.log.unpin(place)
-            raise
+                books.log.not_worth_carrying(ref)  # or its segment would never leave
+                books.went_wrong(error, FAILURE)
+                return not books.breaker.is_open
         with books.lock:
             books.log.unpin(place)
             if not books.log.lies_at(ref, place):
@@ -258,9 +258,10 @@ class Janitor:
         try:
             for place in removal.places:
                 self._records.mark_removed(place)
-        except OSError:
+        except OSError as error:
             ending = Outcome.FAILED
-            raise
+            with books.lock:
+                books.went_wrong(error, FAILURE)
         except CorruptError:  # it was not there any more
             pass
         finally:
