@@ -224,9 +224,7 @@ class Job:
         self.attempts = 0
         self.redirects = 0
         self.asking = False
-        self.read_only = (
-            False  # the server takes no writes now, so that nothing but TOUCH tells what is there
-        )
+        self.read_only = False  # the server takes no writes now: only TOUCH tells what is there
         self._ended = False
 
     def _name(self, version: int) -> None:
