@@ -9,7 +9,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
 
 from kvferry.advise.follow import GIVEN, fill
 from kvferry.errors import MisconfiguredError
@@ -211,8 +210,3 @@ def _check(known: Mapping[str, float]) -> None:
             f"missing: {flags}; or take a preset (--workload chat, rag, agent, one-shot), or a trace "
             "(--trace)"
         )
-
-
-def as_numbers(values: Mapping[str, Any]) -> Numbers:
-    """Of a mapping by field name; None where there is nothing."""
-    return Numbers(**{field.name: values.get(field.name) for field in fields(Numbers)})

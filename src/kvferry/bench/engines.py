@@ -20,7 +20,7 @@ from kvferry.demo.engineview import block_tokens_of
 from kvferry.demo.fleet import Fleet, FleetSettings, ReplicaPlan, plan_replicas
 from kvferry.demo.main import check_writable
 from kvferry.demo.model import demo_model
-from kvferry.demo.processes import StoppedError, stop_on_signals
+from kvferry.demo.processes import EXIT_INTERRUPTED, StoppedError, stop_on_signals
 from kvferry.errors import MisconfiguredError
 
 SECTIONS = ("fixed", "random", "cold", "throughput", "idle")
@@ -33,7 +33,6 @@ MAX_ROUNDS = 1000
 MAX_TOKENS = 1_000_000
 MAX_GAP_S = 3600
 EXIT_FAILED = 1
-EXIT_INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

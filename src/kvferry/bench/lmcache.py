@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.bench.tier_arms import BareArm, parts_in_memory
-from kvferry.demo.processes import StoppedError, stop_on_signals
+from kvferry.demo.processes import EXIT_INTERRUPTED, StoppedError, stop_on_signals
 from kvferry.errors import BrokenError, MisconfiguredError
 from kvferry.testing.servers import Server, running_server
 
@@ -36,7 +36,6 @@ MAX_KEYS = 4096
 MAX_DATA_KIB = 1 << 20
 MAX_ROUNDS = 1000
 RUN_S = 600.0
-EXIT_INTERRUPTED = 130
 TAIL_CHARACTERS = 2000
 WARMUP_ROUNDS = 1
 SERVER_ROOM = 1.5

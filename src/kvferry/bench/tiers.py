@@ -23,7 +23,7 @@ from kvferry.bench.tier_checks import (
 )
 from kvferry.bench.tier_disk import DiskRow, disk_lines, measure_disk
 from kvferry.bench.tier_protection import Protected, measure_protection, protection_lines
-from kvferry.demo.processes import StoppedError, stop_on_signals
+from kvferry.demo.processes import EXIT_INTERRUPTED, StoppedError, stop_on_signals
 from kvferry.errors import MisconfiguredError
 from kvferry.testing.servers import Server, running_server
 from kvferry.tiers.valkey.tier import ValkeyTier
@@ -37,7 +37,6 @@ MIN_PART_MIB = 0.01
 MAX_PART_MIB = 256
 MAX_ROUNDS = 1000
 MAX_SAMPLE_MIB = 65536
-EXIT_INTERRUPTED = 130
 WANTED_RATIO = 0.90
 WANTED_GET_CPU_S_GB = 0.22
 Progress = Callable[[str], None]

@@ -13,14 +13,13 @@ from kvferry.config import parse_valkey
 from kvferry.demo import report
 from kvferry.demo.fleet import Fleet, FleetSettings, plan_replicas
 from kvferry.demo.model import demo_model
-from kvferry.demo.processes import StoppedError, stop_on_signals
+from kvferry.demo.processes import EXIT_INTERRUPTED, StoppedError, stop_on_signals
 from kvferry.demo.scenario import Scenario, model_label
 from kvferry.demo.steps import Step
 from kvferry.errors import MisconfiguredError
 
 EXIT_FAILED = 1
 EXIT_CHECKED = 3
-EXIT_INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,6 +21,7 @@ from kvferry.errors import ClosedError, RetryError
 STOP_GRACE_S = 10.0
 POLL_S = 0.05
 LOG_TAIL_LINES = 12
+EXIT_INTERRUPTED = 130  # of a command that ends with ``StoppedError``
 
 
 class StoppedError(ClosedError):

@@ -8,7 +8,7 @@ from kvferry.bench.chaos import report
 from kvferry.bench.chaos.fleet import Plan
 from kvferry.bench.chaos.run import run
 from kvferry.bench.chaos.soak import WARM_REQUESTS, soak
-from kvferry.demo.processes import StoppedError, stop_on_signals
+from kvferry.demo.processes import EXIT_INTERRUPTED, StoppedError, stop_on_signals
 from kvferry.errors import MisconfiguredError
 from kvferry.values import parse_count
 
@@ -16,7 +16,6 @@ KILLS = 8
 MAX_KILLS = 100_000
 MAX_SECONDS = 1_000_000
 EXIT_BAD = 1
-EXIT_INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

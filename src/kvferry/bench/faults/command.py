@@ -18,7 +18,7 @@ from kvferry.bench.faults.trial import Trial, Trials
 from kvferry.bench.prompts import Prompts
 from kvferry.demo.engineview import block_tokens_of
 from kvferry.demo.model import demo_model
-from kvferry.demo.processes import StoppedError, stop_on_signals
+from kvferry.demo.processes import EXIT_INTERRUPTED, StoppedError, stop_on_signals
 from kvferry.errors import MisconfiguredError, RetryError
 
 TAIL_TOKENS = 20
@@ -26,7 +26,6 @@ MAX_ROUNDS = 100
 MAX_TOKENS = 100_000
 MIN_TOKENS = 512
 EXIT_WRONG = 1
-EXIT_INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

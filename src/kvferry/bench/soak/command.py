@@ -14,7 +14,7 @@ from kvferry.bench.soak.fleet import Size
 from kvferry.bench.soak.judging import MAX_TIE, MAX_TIE_16_BIT
 from kvferry.bench.soak.run import LONG, SHORT, Plan, run
 from kvferry.demo.model import demo_model
-from kvferry.demo.processes import StoppedError, stop_on_signals
+from kvferry.demo.processes import EXIT_INTERRUPTED, StoppedError, stop_on_signals
 from kvferry.errors import MisconfiguredError
 
 MAX_MINUTES = 10_000.0
@@ -27,7 +27,6 @@ BLOCKS = 14
 POOL_MB = 64
 VALKEY_MB = 32
 EXIT_WRONG = 1
-EXIT_INTERRUPTED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,11 +13,10 @@ from kvferry.bench.valkey_eviction.costs import Cost, measure_costs
 from kvferry.bench.valkey_eviction.mixes import Mix, chats_and_scan
 from kvferry.bench.valkey_eviction.replay import Fleet, Replay
 from kvferry.bench.valkey_eviction.shelf import server_shelf
-from kvferry.demo.processes import StoppedError, stop_on_signals
+from kvferry.demo.processes import EXIT_INTERRUPTED, StoppedError, stop_on_signals
 from kvferry.errors import MisconfiguredError
 from kvferry.traces.policies import Policy
 
-EXIT_INTERRUPTED = 130
 MAX_KEYS = 1_000_000
 MAX_SAMPLES = 64
 HOSTS = 4
