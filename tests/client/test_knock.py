@@ -174,6 +174,24 @@ def test_a_node_that_listens_and_is_silent_costs_one_lookup_its_bound_and_later_
         assert _first_poll(engine, f"later{number}") is Reason.BREAKER
 
 
+def test_a_call_that_waits_for_a_node_ends_when_that_node_dies_instead(
+    be_patient: Patience, tmp_path: Path, stack: ExitStack
+) -> None:
+    """A process that dies may still take a connection, and will never answer on it."""
+    listener = socket.socket(socket.AF_UNIX)
+    stack.callback(listener.close)
+    listener.bind(str(tmp_path / "node.sock"))
+    listener.listen()
+    be_patient()
+    engine = Engine(tmp_path / "node.sock")
+    stack.callback(engine.close)
+    engine.scheduler._wait_s = 1000.0
+    eventually(lambda: engine.scheduler._connection._greeting, "a handshake under way")
+    assert _first_poll(engine, "r") is None
+    listener.close()
+    assert engine.lookup(digests(1), "r").reason is Reason.NODE_DOWN  # the same lookup's answer
+
+
 def test_a_reservation_that_was_given_up_before_it_was_sent_is_never_sent(
     be_patient: Patience, tmp_path: Path, stack: ExitStack, node_process: NodeStarter
 ) -> None:
