@@ -9,10 +9,11 @@ from tests.node.machine_tier import ScriptedTier
 
 from kvferry import __version__
 from kvferry.errors import KvferryError
+from kvferry.frames import LENGTH
 from kvferry.identity.names import PartKey
+from kvferry.loop import Loop
 from kvferry.node.app import App
-from kvferry.node.framing import LENGTH, decode_from_client, decode_from_node, encode
-from kvferry.node.loop import Loop
+from kvferry.node.framing import decode_from_client, decode_from_node, encode
 from kvferry.node.state import Namespace, NodeState
 from kvferry.node.wire import PROTOCOL, Attach, FromNode, Hello, Message, Role
 from kvferry.pool.catalogue import Catalogue

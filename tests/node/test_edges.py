@@ -28,8 +28,8 @@ from kvferry.client.worker import WorkerClient
 from kvferry.errors import RefusedError
 from kvferry.identity.names import PartKey
 from kvferry.identity.stripes import part_checksums
+from kvferry.loop import Loop
 from kvferry.node import saves, search
-from kvferry.node.loop import Loop
 from kvferry.node.node import Node
 from kvferry.secret import Secret
 from kvferry.testing.memory_tier import MemoryTier

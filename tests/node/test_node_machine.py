@@ -17,9 +17,10 @@ from tests.node.machine_tier import Value
 from tests.node.machine_world import CHECKSUMS, CONTENT, DIGESTS, HYBRID, KEYS, PROMPTS, STATE
 from tests.runs import runs
 
+from kvferry import loop
 from kvferry.identity.names import PartKey
 from kvferry.node import loading as node_loading
-from kvferry.node import lookups, loop, recency, saves, search, state, writeback
+from kvferry.node import lookups, recency, saves, search, state, writeback
 from kvferry.node.wire import Copied, Corrupt, DropQuery, EndLoad, Join, Role
 from kvferry.tiers.contract import Outcome
 

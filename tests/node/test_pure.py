@@ -8,16 +8,11 @@ from tests.runs import runs
 
 from kvferry.client.breaker import Breaker
 from kvferry.errors import BrokenError, RefusedError
+from kvferry.frames import FrameBuffer
 from kvferry.identity.names import PartKey, PartRef
 from kvferry.node.explain import ExplainRing, visible_id
 from kvferry.node.fetches import FetchTable, Waiter
-from kvferry.node.framing import (
-    FrameBuffer,
-    decode_from_client,
-    encode,
-    split_checksums,
-    split_digests,
-)
+from kvferry.node.framing import decode_from_client, encode, split_checksums, split_digests
 from kvferry.node.loads import At, Load, PartState
 from kvferry.node.recency import REFRESH_INTERVAL_S, RecencyRefresh
 from kvferry.node.wire import MAX_FRAME_BYTES, EndLoad, Reason, Report

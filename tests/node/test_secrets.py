@@ -21,9 +21,10 @@ from kvferry.client.admin import AdminClient
 from kvferry.client.handshake import open_socket
 from kvferry.client.messages import LoadEnd, NamespaceInfo, Reason
 from kvferry.config import load_node_settings
+from kvferry.frames import LENGTH
 from kvferry.identity.chunks import ChunkChain, Extras
 from kvferry.identity.domain import DomainKey, domain_tag
-from kvferry.node.framing import LENGTH, encode
+from kvferry.node.framing import encode
 from kvferry.node.wire import PROTOCOL, Hello, Role
 
 PASSWORD = "swordfish-at-valkey"

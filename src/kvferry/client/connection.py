@@ -25,7 +25,8 @@ from kvferry.client.breaker import Breaker
 from kvferry.client.forks import fork_safe_lock
 from kvferry.client.handshake import READ_BYTES, Handshake, Identity, open_socket
 from kvferry.errors import ClosedError, KvferryError, RefusedError, RetryError
-from kvferry.node.framing import FrameBuffer, decode_from_node, encode
+from kvferry.frames import FrameBuffer
+from kvferry.node.framing import decode_from_node, encode
 from kvferry.node.wire import (
     FromNode,
     Message,

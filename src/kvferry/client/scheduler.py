@@ -19,8 +19,9 @@ from kvferry.client.messages import (
     Report,
 )
 from kvferry.errors import KvferryError, RefusedError
+from kvferry.frames import LENGTH
 from kvferry.identity.names import DIGEST_BYTES
-from kvferry.node.framing import LENGTH, decode_from_client, encode
+from kvferry.node.framing import decode_from_client, encode
 from kvferry.node.wire import (
     MAX_CHUNKS,
     Answer,

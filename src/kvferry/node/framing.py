@@ -1,16 +1,12 @@
-"""How messages are framed on a Unix stream socket.
+"""How the messages between a node and its clients become bytes: one frame each (``kvferry.frames``)."""
 
-A frame is a little-endian u32 payload length, then that many bytes of MessagePack: one tagged message.
-Lengths are checked before anything is allocated.
-"""
-
-import struct
 from collections.abc import Sequence
 from typing import NoReturn
 
 import msgspec
 
 from kvferry.errors import RefusedError
+from kvferry.frames import LENGTH
 from kvferry.identity.names import DIGEST_BYTES
 from kvferry.node.wire import (
     CHECKSUM_BYTES,
@@ -21,7 +17,6 @@ from kvferry.node.wire import (
     Message,
 )
 
-LENGTH = struct.Struct("<I")
 MAX_SHOWN = 64  # characters of another version's text
 
 
@@ -95,42 +90,6 @@ def refusal_text(payload: bytes | memoryview) -> str | None:
         return _any_refusal.decode(payload).message
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-
-
-class FrameBuffer:
-    """Cuts a byte stream into frames. Never holds more than one frame's limit plus one read."""
-
-    def __init__(self, *, limit: int = MAX_FRAME_BYTES) -> None:
-        """limit: longest payload, in bytes; raise it when the other side has shown who it is."""
-        self.limit = limit
-        self._data = bytearray()
-
-    @property
-    def held_bytes(self) -> int:
-        """Of a frame that is not complete yet."""
-        return len(self._data)
-
-    def clear(self) -> None:
-        """Give up what is not complete."""
-        self._data.clear()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """The payloads that are complete now. Raises RefusedError on a length over the limit."""
-        self._data += data
-        frames: list[bytes] = []
-        start = 0
-        while len(self._data) - start >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._data, start)
-            if length > self.limit:
-                raise RefusedError(f"a frame of {length} bytes exceeds the limit of {self.limit}")
-            end = start + LENGTH.size + length
-            if len(self._data) < end:
-                break
-            frames.append(bytes(memoryview(self._data)[start + LENGTH.size : end]))
-            start = end
-        if start:
-            del self._data[:start]
-        return frames
 
 
 def split_digests(digests: bytes) -> list[bytes]:

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from kvferry.costs import TransferTicket
 from kvferry.identity.names import PartKey
+from kvferry.loop import Timer
 from kvferry.node.framing import join_checksums
 from kvferry.node.loads import At, Load
-from kvferry.node.loop import Timer
 from kvferry.node.server import Connection
 from kvferry.node.state import Namespace
 from kvferry.node.wire import Place, Reason

@@ -14,9 +14,9 @@ from types import FrameType
 from kvferry import __version__
 from kvferry.config import NodeSettings, format_size
 from kvferry.errors import ClosedError, RetryError
+from kvferry.loop import Loop
 from kvferry.node.app import App, snapshot
 from kvferry.node.counters import NodeStatistics
-from kvferry.node.loop import Loop
 from kvferry.node.peers import Peer, peer_of
 from kvferry.node.quota import QuotaTier
 from kvferry.node.server import Server

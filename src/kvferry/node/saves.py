@@ -8,10 +8,10 @@ from typing import NamedTuple
 from kvferry.errors import BrokenError, RefusedError
 from kvferry.identity.names import PartKey, PartRef
 from kvferry.identity.stripes import stripe_plan
+from kvferry.loop import Timer
 from kvferry.node.framing import split_checksums, split_digests
 from kvferry.node.ledger import ChunkName
 from kvferry.node.loading import Loads
-from kvferry.node.loop import Timer
 from kvferry.node.server import Connection
 from kvferry.node.state import WRITER, Limits, Namespace, NodeState
 from kvferry.node.wire import Abandon, Commit, Reserve, Reserved, ReservedPlace, ReserveOutcome

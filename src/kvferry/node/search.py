@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain
 
 from kvferry.identity.names import PartKey, PartRef
-from kvferry.node.loop import Timer
+from kvferry.loop import Timer
 from kvferry.node.reach import Lack, Reach, memory_boundary, reach
 from kvferry.node.server import Connection
 from kvferry.node.state import Namespace, NodeState

@@ -11,9 +11,10 @@ from typing import Protocol
 
 from kvferry import __version__
 from kvferry.errors import KvferryError, RefusedError
+from kvferry.frames import FrameBuffer
+from kvferry.loop import Loop, Timer
 from kvferry.node import socketfile
-from kvferry.node.framing import FrameBuffer, decode_from_client, encode, hello_mismatch
-from kvferry.node.loop import Loop, Timer
+from kvferry.node.framing import decode_from_client, encode, hello_mismatch
 from kvferry.node.peers import Access, Peer, peer_of
 from kvferry.node.wire import MAX_FRAME_BYTES, MAX_HELLO_BYTES, FromClient, Hello, Message, Refusal, Welcome
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from kvferry.costs import RateEstimate
 from kvferry.identity.boundaries import Span, needed_spans
 from kvferry.identity.names import DOMAIN_TAG_BYTES, PartKey, PartRef
+from kvferry.loop import Loop
 from kvferry.node import wire
 from kvferry.node.counters import Counters
 from kvferry.node.explain import ExplainRing
-from kvferry.node.loop import Loop
 from kvferry.node.pins import Pins
 from kvferry.node.quota import QuotaTier
 from kvferry.pool.arena import Arena

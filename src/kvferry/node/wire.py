@@ -12,10 +12,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from kvferry.frames import FRAME_LIMIT_BYTES
 from kvferry.identity.names import DIGEST_BYTES, MAX_PART_BYTES, MAX_PARTS, NAMESPACE_BYTES
 
 PROTOCOL = 1
-MAX_FRAME_BYTES = 4 << 20
+MAX_FRAME_BYTES = FRAME_LIMIT_BYTES
 MAX_HELLO_BYTES = 16 << 10  # of the first frame: nobody knows yet whose it is
 MAX_TOKEN = 4096
 MAX_CHUNKS = 65536

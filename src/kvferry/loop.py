@@ -1,4 +1,4 @@
-"""One thread that owns all of a node's state: sockets, timers, and calls posted by other threads.
+"""One thread that owns all of a process's state: sockets, timers, and calls posted by other threads.
 
 Nothing in it blocks but the wait itself, whose timeout is computed from the next timer, so that an idle
 node sleeps. Callbacks of tiers run on the tiers' threads and only ``post``.
@@ -18,7 +18,7 @@ from typing import Protocol
 MAX_POSTED_PER_TURN = 4096
 MAX_DEFECTS_LOGGED = 10
 
-log = logging.getLogger("kvferry.node")
+log = logging.getLogger("kvferry.loop")
 
 
 class Watcher(Protocol):
@@ -169,4 +169,4 @@ class Loop:
     def _defect(self, error: Exception) -> None:
         self.defects += 1
         if self.defects <= MAX_DEFECTS_LOGGED:
-            log.error("a defect in the node; it goes on", exc_info=error)
+            log.error("a defect in the loop; it goes on", exc_info=error)
