@@ -1,15 +1,89 @@
 """How messages are framed on a stream socket.
 
 A frame is a little-endian u32 payload length, then that many bytes of MessagePack: one tagged message.
-Lengths are checked before anything is allocated.
+Lengths are checked before anything is allocated. Which messages there are is their room's business
+(``node.framing``, ``keeper.framing``); only the first ones, ``Hello`` and ``Refusal``, have something in
+common, so that two versions can always tell each other what is wrong.
 """
 
 import struct
+from typing import NamedTuple, TypeVar
+
+import msgspec
 
 from kvferry.errors import RefusedError
 
 LENGTH = struct.Struct("<I")
 FRAME_LIMIT_BYTES = 4 << 20
+MAX_SHOWN = 64  # characters of another version's text
+
+T = TypeVar("T")
+
+
+class _AnyHello(msgspec.Struct, tag="Hello", frozen=True):
+    """What every version's Hello has."""
+
+    protocol: int
+    version: str = "unknown"
+
+
+class _AnyRefusal(msgspec.Struct, tag="Refusal", frozen=True):
+    """What every version's Refusal has."""
+
+    message: str
+    protocol: int = 0
+    version: str = "unknown"
+
+
+class Speaker(NamedTuple):
+    """One end of a connection, for people: what it is called, and what it speaks."""
+
+    name: str
+    version: str
+    protocol: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_any_hello = msgspec.msgpack.Decoder(_AnyHello)
+_any_refusal = msgspec.msgpack.Decoder(_AnyRefusal)
+
+
+def encode_frame(message: msgspec.Struct, *, limit: int = FRAME_LIMIT_BYTES) -> bytes:
+    """A whole frame. Raises RefusedError when the payload would exceed the limit."""
+    payload = _encoder.encode(message)
+    if len(payload) > limit:
+        raise RefusedError(f"a {type(message).__name__} of {len(payload)} bytes exceeds the frame limit")
+    return LENGTH.pack(len(payload)) + payload
+
+
+def decode_payload(decoder: "msgspec.msgpack.Decoder[T]", payload: bytes | memoryview, *, sender: str) -> T:
+    """Raises RefusedError on anything that is not exactly one known message."""
+    try:
+        return decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RefusedError(f"malformed message from the {sender}: {error}") from error
+
+
+def other_protocol(payload: bytes | memoryview, *, here: Speaker, there: str) -> str | None:
+    """One line when the first frame is a Hello of another protocol version, else None."""
+    try:
+        hello = _any_hello.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    if hello.protocol == here.protocol:
+        return None
+    return (
+        f"this {here.name} is kvferry {here.version} (protocol {here.protocol}), the {there} is kvferry "
+        f"{hello.version[:MAX_SHOWN]} (protocol {hello.protocol}): install the same version on both sides"
+    )
+
+
+def refusal_text(payload: bytes | memoryview) -> str | None:
+    """The message of a Refusal of any version, else None."""
+    try:
+        return _any_refusal.decode(payload).message
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 class FrameBuffer:

@@ -18,7 +18,7 @@ import msgspec
 from kvferry.config import load_node_settings
 from kvferry.engines.vllm.settings import parse_settings
 from kvferry.errors import CorruptError, KvferryError, MisconfiguredError, RefusedError
-from kvferry.frames import FrameBuffer
+from kvferry.frames import FrameBuffer, refusal_text
 from kvferry.identity.domain import DomainKey
 from kvferry.identity.header import HEADER_BYTES, pack_header, verify_header
 from kvferry.identity.names import PartKey
@@ -26,7 +26,7 @@ from kvferry.identity.sealing import KeyRing, SealingKey
 from kvferry.identity.stripes import part_checksums, stripe_plan
 from kvferry.identity.weights import model_fingerprint
 from kvferry.node import wire
-from kvferry.node.framing import decode_from_client, decode_from_node, encode, hello_mismatch, refusal_text
+from kvferry.node.framing import decode_from_client, decode_from_node, encode, hello_mismatch
 from kvferry.tiers.valkey.connection import Connection
 from kvferry.tiers.valkey.protection import Checksums, Protection, Received, Sealed, ValueName
 from kvferry.tiers.valkey.resp import Reader, ServerError

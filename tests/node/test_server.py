@@ -15,9 +15,9 @@ from tests.node.fleet import NAMESPACE, Engine, NodeProcess, at_rest, digests, e
 from kvferry.client.admin import AdminClient
 from kvferry.client.handshake import Handshake, Identity, open_socket
 from kvferry.errors import MisconfiguredError, RefusedError
-from kvferry.frames import LENGTH, FrameBuffer
+from kvferry.frames import LENGTH, FrameBuffer, refusal_text
 from kvferry.node import server
-from kvferry.node.framing import encode, refusal_text
+from kvferry.node.framing import encode
 from kvferry.node.node import Node
 from kvferry.node.peers import Peer
 from kvferry.node.wire import MAX_FRAME_BYTES, PROTOCOL, EndLoad, Lookup, Ping, Prefill, Role

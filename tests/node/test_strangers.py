@@ -19,9 +19,9 @@ from kvferry.client.admin import AdminClient
 from kvferry.client.handshake import Handshake, Identity, open_socket
 from kvferry.client.worker import WorkerClient
 from kvferry.errors import RefusedError, RetryError
-from kvferry.frames import LENGTH, FrameBuffer
+from kvferry.frames import LENGTH, FrameBuffer, refusal_text
 from kvferry.node import server
-from kvferry.node.framing import encode, refusal_text
+from kvferry.node.framing import encode
 from kvferry.node.node import Node
 from kvferry.node.wire import MAX_FRAME_BYTES, MAX_HELLO_BYTES, PROTOCOL, Hello, Ping, Role, Welcome
 from kvferry.secret import MAX_SECRET_BYTES

@@ -9,8 +9,8 @@ from typing import Any, Self
 
 from kvferry.client.handshake import Handshake, Identity, open_socket
 from kvferry.errors import ClosedError, KvferryError, RefusedError, RetryError
-from kvferry.frames import FrameBuffer
-from kvferry.node.framing import decode_from_node, encode, refusal_text
+from kvferry.frames import FrameBuffer, refusal_text
+from kvferry.node.framing import decode_from_node, encode
 from kvferry.node.wire import Document, DropQuery, ExplainQuery, Message, Role, StatusQuery
 
 TIMEOUT_S = 5.0

@@ -9,8 +9,8 @@ from pathlib import Path
 from kvferry import __version__
 from kvferry.client.messages import NamespaceInfo
 from kvferry.errors import ClosedError, KvferryError, RefusedError, RetryError
-from kvferry.frames import FrameBuffer
-from kvferry.node.framing import decode_from_node, encode, refusal_text
+from kvferry.frames import FrameBuffer, refusal_text
+from kvferry.node.framing import decode_from_node, encode
 from kvferry.node.peers import Access, peer_of
 from kvferry.node.wire import (
     MAX_HELLO_BYTES,

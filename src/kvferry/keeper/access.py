@@ -1,0 +1,13 @@
+"""How a node is let in by keepers, and how it knows that they are its own."""
+
+from dataclasses import dataclass, field
+
+from kvferry.tiers.valkey.url import TlsFiles
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperAccess:
+    """token: what keepers want shown; empty: none. tls: None speaks plainly, else keepers are verified."""
+
+    token: str = field(default="", repr=False)
+    tls: TlsFiles | None = None
