@@ -54,6 +54,17 @@ class FetchResult(NamedTuple):
     checksums: tuple[bytes, ...]
 
 
+class Dropped(NamedTuple):
+    """What a drop removed. outcome: OK, or why some of it may be found again after a restart.
+
+    nbytes: of the parts, without what the store keeps beside them.
+    """
+
+    parts: int
+    nbytes: int
+    outcome: Outcome = Outcome.OK
+
+
 class Transfer(Protocol):
     """A running fetch or store."""
 
@@ -121,3 +132,21 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """End all work (remaining items finish as LATE), join threads, close sockets. Idempotent."""
+
+
+class Droppable(Protocol):
+    """A tier that can forget many parts without being told their names."""
+
+    def drop(
+        self,
+        *,
+        namespace: bytes | None = None,
+        older_than_s: float | None = None,
+        done: Callable[[Dropped], None],
+    ) -> None:
+        """Forget all parts; of one namespace; or that nobody stored or used for so many seconds.
+
+        They are not found any more from the call on. ``done`` is called once, when a restart will not find
+        them either. What is being stored meanwhile may stay. Nothing here blocks or raises for I/O.
+        """
+        ...

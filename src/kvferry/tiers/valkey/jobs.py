@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from kvferry.errors import BrokenError
 from kvferry.identity.names import PartKey, PartRef
@@ -85,6 +86,13 @@ _OUTCOMES = {
 }
 
 
+class Written(NamedTuple):
+    """A value that was stored. version: index of its key's suffix."""
+
+    stripe: Stripe
+    version: int
+
+
 def stripe_key(key: PartKey, stripe: int, suffix: bytes = b"") -> bytes:
     """The name of a stripe's value in Valkey (docs/spec/valkey-keys.md). Without braces: no hash tag."""
     return b"%b%d%b" % (_part_prefix(key), stripe, suffix)
@@ -150,7 +158,7 @@ class Part:
         self.verdict = Verdict.OK
         self.cause = Cause.NONE
         self.checksums: list[bytes] = [b""] * len(stripe_plan(ref.nbytes))
-        self.written: list[Stripe] = []  # by this operation; stripes that were there already are not
+        self.written: list[Written] = []  # by this operation; stripes that were there already are not
         self._remaining = jobs
 
     @property
@@ -170,7 +178,7 @@ class Part:
                 self.verdict, self.cause = verdict, cause
             self.checksums[job.stripe.index] = checksum
             if verdict is Verdict.OK and job.verb is Verb.SET:
-                self.written.append(job.stripe)
+                self.written.append(Written(job.stripe, job.version))
             self._remaining -= 1
             last = self._remaining == 0
         if last:
@@ -205,17 +213,29 @@ class Job:
         "stripe",
         "verb",
         "version",
+        "written_as",
     )
 
     def __init__(
-        self, part: Part, stripe: Stripe, verb: Verb, *, payload: memoryview | None, checksum: bytes = b""
+        self,
+        part: Part,
+        stripe: Stripe,
+        verb: Verb,
+        *,
+        payload: memoryview | None,
+        checksum: bytes = b"",
+        written_as: int = 0,
     ) -> None:
-        """checksum: of the payload to store; empty: whoever sends it computes that."""
+        """checksum: of the payload to store; empty: whoever sends it computes that.
+
+        written_as: index of the suffix under which it is stored.
+        """
         self.part = part
         self.stripe = stripe
         self.verb = verb
         self.payload = payload
         self.checksum = checksum
+        self.written_as = written_as
         self.storing = verb is Verb.TOUCH and payload is not None
         self.older = len(part.suffixes) - 1  # names not asked for yet
         self._name(0)
@@ -241,9 +261,14 @@ class Job:
         return True
 
     def become_set(self) -> None:
-        """The stripe is absent under every name: write it under the current one."""
+        """The stripe is absent under every name: write it under its own."""
         self.verb = Verb.SET
-        self._name(0)
+        self._name(self.written_as)
+
+    def look_only_for(self, version: int) -> None:
+        """Under that name and no other."""
+        self._name(version)
+        self.older = 0
 
     @property
     def asks(self) -> bool:
@@ -304,18 +329,25 @@ def fetch_jobs(part: Part, into: memoryview) -> list[Job]:
     ]
 
 
-def store_jobs(part: Part, data: memoryview, checksums: Sequence[bytes]) -> list[Job]:
-    """For each stripe of ``part`` a question whether it is there, which becomes a SET if it is not."""
+def store_jobs(
+    part: Part, data: memoryview, checksums: Sequence[bytes], *, version: Callable[[bytes], int]
+) -> list[Job]:
+    """For each stripe of ``part`` a question whether it is there, which becomes a SET if it is not.
+
+    version: of ``Protection``.
+    """
     plan = stripe_plan(part.ref.nbytes)
     if checksums and len(checksums) != len(plan):
         raise BrokenError(f"{len(checksums)} checksums for a part of {len(plan)} stripes")
+    sums = checksums or [b""] * len(plan)
     return [
         Job(
             part,
             s,
             Verb.TOUCH,
             payload=data[s.offset : s.offset + s.nbytes],
-            checksum=checksums[s.index] if checksums else b"",
+            checksum=sums[s.index],
+            written_as=version(sums[s.index]),
         )
         for s in plan
     ]
@@ -326,9 +358,9 @@ def small_jobs(part: Part, verb: Verb) -> list[Job]:
     return [Job(part, s, verb, payload=None) for s in reversed(stripe_plan(part.ref.nbytes))]
 
 
-def undo_jobs(part: Part, written: Sequence[Stripe]) -> list[Job]:
-    """An UNLINK for each stripe in ``written``: what others stored of the same part stays.
-
-    part: with the suffix alone under which they were written.
-    """
-    return [Job(part, s, Verb.UNLINK, payload=None) for s in written]
+def undo_jobs(part: Part, written: Sequence[Written]) -> list[Job]:
+    """An UNLINK for each value in ``written``: what others stored of the same part stays."""
+    jobs = [Job(part, each.stripe, Verb.UNLINK, payload=None) for each in written]
+    for job, each in zip(jobs, written, strict=True):
+        job.look_only_for(each.version)
+    return jobs

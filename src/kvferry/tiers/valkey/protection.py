@@ -5,14 +5,16 @@ is still in the core's cache then, and the server goes on sending meanwhile.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import xxhash
 
-from kvferry.errors import CorruptError
+from kvferry.errors import BrokenError, CorruptError
 from kvferry.identity.header import (
+    KEY_ID_BYTES,
     NONCE_BYTES,
+    TAG_BYTES,
     SealedHeader,
     pack_header,
     pack_sealed_header,
@@ -26,6 +28,8 @@ from kvferry.identity.stripes import Stripe, stripe_plan
 
 PIECE_BYTES = 512 << 10
 """Small enough to stay in a core's cache between the copy and the check; larger than what a call costs."""
+SEAL_BYTES = TAG_BYTES + KEY_ID_BYTES + NONCE_BYTES
+"""What is needed beside an encrypted payload to store it again: tag, key id, nonce."""
 
 
 class ValueName(NamedTuple):
@@ -82,13 +86,17 @@ class Guard(Protocol):
 
 
 class Protection(Protocol):
-    """How values are protected. suffixes: of their keys; the first is written, all are read.
+    """How values are protected. suffixes: of their keys; all are read.
 
     description: for people, no secrets; empty for what goes without saying.
     """
 
     suffixes: tuple[bytes, ...]
     description: str
+
+    def version(self, checksum: bytes) -> int:
+        """Index of the suffix under which a value with that checksum is written."""
+        ...
 
     def guard(self) -> Guard:
         """For one connection."""
@@ -100,6 +108,11 @@ class Checksums:
 
     suffixes: tuple[bytes, ...] = (b"",)
     description: str = ""
+
+    def version(self, checksum: bytes) -> int:
+        """See Protection."""
+        del checksum
+        return 0
 
     def guard(self) -> Guard:
         """See Protection."""
@@ -153,6 +166,11 @@ class Sealed:
         self.suffixes = tuple(f":{key_id}".encode() for key_id in ids)
         older = f" (reads {' '.join(ids[1:])} too)" if ids[1:] else ""
         self.description = f"AES-256-GCM by key {ids[0]}{older}"
+
+    def version(self, checksum: bytes) -> int:
+        """See Protection."""
+        del checksum
+        return 0
 
     def guard(self) -> Guard:
         """See Protection."""
@@ -224,3 +242,72 @@ class _Opened:
         except CorruptError:
             return Received(b"", intact=False)
         return Received(self._hash.digest(), intact=True)
+
+
+class AsStored:
+    """Encrypted values as they are, for one that keeps them and has no key. Keeps no state.
+
+    What stands for a checksum is a seal: tag, key id and nonce. With the payload it makes the very same
+    value again, under the name of its own key. A header is verified but for its tag; damage to a payload
+    shows where it is decrypted.
+    """
+
+    def __init__(self, key_ids: Sequence[bytes]) -> None:
+        """key_ids: of the keys whose values are read, in the order in which nodes use them."""
+        if (
+            not key_ids
+            or len(set(key_ids)) != len(key_ids)
+            or {len(each) for each in key_ids} != {KEY_ID_BYTES}
+        ):
+            raise BrokenError(f"{len(key_ids)} key ids, which must differ and have {KEY_ID_BYTES} bytes each")
+        self._key_ids = tuple(key_ids)
+        self.suffixes = tuple(f":{key_id.hex()}".encode() for key_id in key_ids)
+        self.description = f"encrypted by key {' '.join(key_id.hex() for key_id in key_ids)}, kept as it is"
+
+    def version(self, checksum: bytes) -> int:
+        """See Protection. Of a seal that is not of these keys nothing is written (``sending``)."""
+        key_id = _key_id(checksum)
+        return self._key_ids.index(key_id) if key_id in self._key_ids else 0
+
+    def guard(self) -> Guard:
+        """See Protection."""
+        return self
+
+    def receiving(self, header: bytes, name: ValueName, *, version: int, into: memoryview) -> Intake:
+        """See Guard."""
+        key_id = self._key_ids[version]
+        found = verify_sealed_header(
+            header, name.key, part_bytes=name.part_bytes, stripe=name.stripe, key_id=key_id
+        )
+        return _Kept(found.tag + key_id + found.nonce, into)
+
+    def sending(self, name: ValueName, *, payload: memoryview, checksum: bytes) -> Outgoing:
+        """See Guard. checksum: the seal that was received with the payload."""
+        key_id = _key_id(checksum)
+        if len(checksum) != SEAL_BYTES or key_id not in self._key_ids:
+            return Outgoing(b"", payload, intact=False)
+        stripe_count = len(stripe_plan(name.part_bytes))
+        named = sealed_name(
+            name.key, part_bytes=name.part_bytes, stripe=name.stripe, stripe_count=stripe_count
+        )
+        tag, nonce = checksum[:TAG_BYTES], checksum[TAG_BYTES + KEY_ID_BYTES :]
+        header = pack_sealed_header(named, key_id=key_id, nonce=nonce, tag=tag)
+        return Outgoing(header, payload, intact=True)
+
+
+def _key_id(seal: bytes) -> bytes:
+    return seal[TAG_BYTES : TAG_BYTES + KEY_ID_BYTES]
+
+
+class _Kept:
+    """Received where it belongs."""
+
+    def __init__(self, seal: bytes, into: memoryview) -> None:
+        self._seal = seal
+        self._into = into
+
+    def pieces(self) -> Iterator[memoryview]:
+        yield self._into
+
+    def result(self) -> Received:
+        return Received(self._seal, intact=True)

@@ -47,6 +47,7 @@ class ValkeyTier:
     def __init__(self, settings: ValkeySettings, *, tls: Tls | None, report: ServerReport) -> None:
         self._settings = settings
         self._suffixes = settings.protection.suffixes
+        self._version = settings.protection.version
         self._report = report
         self._router = Router(
             settings,
@@ -121,7 +122,9 @@ class ValkeyTier:
         jobs: list[Job] = []
         for index, item in enumerate(items):
             part = self._part(operation, index, item.ref, report, rank=item.position)
-            jobs += store_jobs(part, _exactly(item.data, item.ref.nbytes), item.checksums)
+            jobs += store_jobs(
+                part, _exactly(item.data, item.ref.nbytes), item.checksums, version=self._version
+            )
         self._router.dispatch_all(jobs)
         return operation
 
@@ -226,7 +229,7 @@ class ValkeyTier:
             part.ref,
             jobs=len(part.written),
             report=_ignore,
-            suffixes=self._suffixes[:1],
+            suffixes=self._suffixes,
         )
         self._router.dispatch_all(undo_jobs(undone, part.written))
 
