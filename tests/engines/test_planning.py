@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvferry.engines.loadcap import LoadCap
 from kvferry.engines.planning import (
     ChunkGeometry,
     external_blocks,
@@ -46,6 +47,23 @@ def test_a_lookup_starts_with_the_first_chunk_that_is_not_whole(
         assert plan.first_chunk * geometry.chunk_tokens <= local
         assert local < (plan.first_chunk + 1) * geometry.chunk_tokens
         assert plan.chunks > plan.first_chunk
+
+
+@given(geometries, st.integers(1, 5000), st.integers(0, 100), st.integers(0, 5000))
+def test_a_cap_ends_a_lookup_at_the_last_whole_chunk_within(
+    geometry: ChunkGeometry, tokens: int, local_blocks: int, cap: int
+) -> None:
+    local = local_blocks * geometry.block_tokens
+    free = plan_lookup(geometry, prompt_tokens=tokens, local_tokens=local)
+    capped = plan_lookup(geometry, prompt_tokens=tokens, local_tokens=local, cap=LoadCap(cap))
+    if free is None:
+        assert capped is None
+        return
+    chunks = capped.chunks if capped else local // geometry.chunk_tokens
+    assert chunks == free.chunks or (chunks + 1) * geometry.chunk_tokens > local + cap
+    if capped is not None:
+        assert capped.first_chunk == free.first_chunk < capped.chunks <= free.chunks
+        assert capped.chunks * geometry.chunk_tokens - local <= cap
 
 
 @given(geometries, st.integers(0, 20), st.integers(1, 20), st.integers(0, 200))

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 STEP_TOKENS = 256
 BLOCKS = 24
+TRIES = 20
 FOREIGN = {
     "do_remote_prefill": True,
     "remote_engine_id": "elsewhere",
@@ -99,6 +100,23 @@ def test_every_answer_of_one_request_is_that_of_an_own_hit(engine: Engine) -> No
     engine.reset()
     three = {"n": 3, "temperature": 1.0, "top_k": 1}
     assert engine.ask("generate_n", prompt=asked, params=three) == [own] * 3
+
+
+def test_a_request_loads_no_more_than_it_allows(engine: Engine) -> None:
+    asked = prompt(3, 500)
+    until_cached(engine, asked, 384)
+
+    def loaded(cap: Any) -> int:
+        engine.reset()
+        params = {"extra_args": {"kv_transfer_params": {"max_load_tokens": cap}}}
+        return int(engine.generate(asked, params=params)["cached"])
+
+    for cap, wanted in ((0, 0), (300, 256), (384, 384), (-1, 384), ("none", 384)):
+        tries = []
+        while wanted not in tries and len(tries) < TRIES:  # a busy node's answer may come too late
+            tries.append(loaded(cap))
+        assert set(tries) <= {0, wanted}
+        assert wanted in tries
 
 
 def test_transfer_parameters_for_other_connectors_change_nothing(engine: Engine) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from kvferry.engines.loadcap import FIELD, load_cap
 from kvferry.errors import BrokenError
 from kvferry.testing.engine_books import StepOutput
 from kvferry.testing.memory_connector import Load, MemoryScheduler, MemoryWorker, Plan, Save
@@ -297,6 +298,33 @@ class IgnoresSalts(MemoryScheduler):
             return super()._save(name, tokens, output)
         finally:
             request.cache_salt = salt
+
+
+class IgnoresCaps(MemoryScheduler):
+    """Everything is loaded, whatever the request allows."""
+
+    def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        request.kv_transfer_params = None
+        return super().matched_tokens(request, local_tokens)
+
+
+class CountsTheEnginesOwn(MemoryScheduler):
+    """What the engine has itself is taken off what the request allows."""
+
+    def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        params = request.kv_transfer_params
+        if params and local_tokens:
+            request.kv_transfer_params = {FIELD: max(0, params[FIELD] - local_tokens)}
+        return super().matched_tokens(request, local_tokens)
+
+
+class RaisesForACap(MemoryScheduler):
+    """A client's nonsense stops the engine."""
+
+    def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        if load_cap(request.kv_transfer_params).problem:
+            raise BrokenError("no number of tokens")
+        return super().matched_tokens(request, local_tokens)
 
 
 class RaisesForASalt(MemoryScheduler):

@@ -32,6 +32,9 @@ PLANTED: list[tuple[tuple[Defect, ...], str, str]] = [
     ((broken.ReadsRankZero,), "test_ranks_load_their_own_parts", WRONG_BYTES),
     ((broken.IgnoresSalts,), "test_salts_keep_users_apart", WRONG_BYTES),
     ((broken.RaisesForASalt,), "test_a_malformed_salt_is_served_without_sharing", "no text"),
+    ((broken.IgnoresCaps,), "test_a_request_loads_no_more_than_it_allows", "40 instead of 0"),
+    ((broken.CountsTheEnginesOwn,), "test_a_request_loads_no_more_than_it_allows", "0 instead of 16"),
+    ((broken.RaisesForACap,), "test_what_is_no_cap_changes_nothing", "no number of tokens"),
     (
         (broken.StoresNothingUnread,),
         "test_a_request_that_needs_every_position_reads_nothing",

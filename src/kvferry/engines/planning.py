@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from kvferry.engines.loadcap import NO_CAP, LoadCap
 from kvferry.errors import MisconfiguredError
 from kvferry.identity.geometry import GroupKind, KvGroup
 
@@ -101,9 +102,16 @@ class LookupPlan:
     chunks: int
 
 
-def plan_lookup(geometry: ChunkGeometry, *, prompt_tokens: int, local_tokens: int) -> LookupPlan | None:
-    """What to look up for a prompt of which ``local_tokens`` are in the engine already; None for nothing."""
+def plan_lookup(
+    geometry: ChunkGeometry, *, prompt_tokens: int, local_tokens: int, cap: LoadCap = NO_CAP
+) -> LookupPlan | None:
+    """What to look up for a prompt of which ``local_tokens`` are in the engine already; None for nothing.
+
+    A cap ends it at the last whole chunk within.
+    """
     chunks = min(geometry.reusable_chunks(prompt_tokens), MAX_CHUNKS_PER_PROMPT)
+    if cap.tokens is not None:
+        chunks = min(chunks, (local_tokens + cap.tokens) // geometry.chunk_tokens)
     first = local_tokens // geometry.chunk_tokens
     return LookupPlan(first, chunks) if chunks > first else None
 

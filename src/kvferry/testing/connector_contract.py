@@ -5,6 +5,7 @@ test nothing may be left: blocks, pins and requests in the engines, leases and r
 """
 
 import time
+from typing import Any
 
 from kvferry.testing.connector_fleet import BLOCK_TOKENS, ConnectorFleet, Prompt
 from kvferry.testing.expectations import equal, expect
@@ -114,6 +115,34 @@ class ConnectorContract:
         equal(again.external_tokens, 0, "tokens of a request that reads nothing")
         self._loads(fleet.engine(), Prompt(42), 40)
         self._end(fleet, first, second)
+
+    def test_a_request_loads_no_more_than_it_allows(self, fleet: ConnectorFleet) -> None:
+        """``max_load_tokens`` counts what comes from outside, in whole chunks; 0 is nothing."""
+        first = fleet.engine()
+        for tokens in (17, 33, 42):
+            self._store(fleet, first, Prompt(tokens))
+        for cap, wanted in ((0, 0), (3, 0), (19, 16), (40, 40), (1 << 70, 40)):
+            equal(self._loaded(fleet.engine(), Prompt(42), cap=cap), wanted, f"tokens under a cap of {cap}")
+        second = fleet.engine()
+        second.complete(second.add(Prompt(17).request("short")))
+        equal(self._loaded(second, Prompt(42), cap=19), 16, "tokens beyond the engine's own 16")
+        self._end(fleet, first, second)
+
+    def test_what_is_no_cap_changes_nothing(self, fleet: ConnectorFleet) -> None:
+        """Whatever a client sends as one, the engine lives on and loads as without."""
+        first = fleet.engine()
+        self._store(fleet, first, Prompt(42))
+        nonsense: list[object] = [-1, -(10**5000), True, False, 1.5, float("nan"), "8", "x" * 10_000, [8], {}]
+        for cap in nonsense:
+            equal(self._loaded(fleet.engine(), Prompt(42), cap=cap), 40, f"tokens under {type(cap).__name__}")
+        others: list[object] = [{}, [], "max_load_tokens", 7, {7: 7}, {"max_offload_tokens": 0}]
+        for params in others:
+            request = Prompt(42).request("params")
+            request.kv_transfer_params = params
+            engine = fleet.engine()
+            engine.complete(engine.add(request))
+            equal(request.external_tokens, 40, f"tokens with the parameters {params!r}")
+        self._end(fleet, first)
 
     def test_scarce_blocks_neither_deadlock_nor_leak(self, fleet: ConnectorFleet) -> None:
         """Many requests over few blocks, all of them finished in the end."""
@@ -367,9 +396,11 @@ class ConnectorContract:
     def _loads(self, engine: FakeEngine, prompt: Prompt, wanted: int) -> None:
         equal(self._loaded(engine, prompt), wanted, f"of {prompt.tokens} tokens came from the connector")
 
-    def _loaded(self, engine: FakeEngine, prompt: Prompt) -> int:
-        """How many tokens of the prompt the engine takes from the connector."""
+    def _loaded(self, engine: FakeEngine, prompt: Prompt, *, cap: Any = None) -> int:
+        """How many tokens of the prompt the engine takes from the connector. cap: its max_load_tokens."""
         request = engine.add(prompt.request(f"loads{prompt.seed}"))
+        if cap is not None:
+            request.kv_transfer_params = {"max_load_tokens": cap}
         engine.complete(request)
         return request.external_tokens
 

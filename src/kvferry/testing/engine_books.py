@@ -59,6 +59,7 @@ class FakeRequest:
     prompt_embeds: Any = None
     mm_features: tuple[Any, ...] = ()
     resumable: bool = False
+    kv_transfer_params: Any = None
     num_computed_tokens: int = 0
     num_preemptions: int = 0
     status: Status = Status.WAITING

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvferry.engines.loadcap import load_cap
 from kvferry.engines.planning import external_blocks
 from kvferry.testing.engine_books import BlockPool, FakeRequest, Kv, StepOutput
 from kvferry.testing.fake_engine import FakeEngine
@@ -93,7 +94,10 @@ class MemoryScheduler:
         tracked = self._tracked.setdefault(request.request_id, _Tracked(request))
         if request.skip_reading_prefix_cache or tracked.settled_at == request.num_preemptions:
             return 0, False
-        digests = digests_of(request, (request.num_tokens - 1) // BLOCK_TOKENS)
+        most = (request.num_tokens - 1) // BLOCK_TOKENS
+        if (cap := load_cap(request.kv_transfer_params).tokens) is not None:
+            most = min(most, (local_tokens + cap) // BLOCK_TOKENS)
+        digests = digests_of(request, most)
         found = self._store.present(digests, ranks=self._ranks)
         self._written.difference_update(digests[found:])
         tracked.offered = digests[local_tokens // BLOCK_TOKENS : found]

@@ -9,6 +9,7 @@ COUNTERS: dict[str, str] = {
     "lookup_lost_seconds": "of them, waits for answers that brought nothing to load",
     "cheaper": "lookups answered with: recomputing is quicker",
     "ineligible": "requests that cannot use a cached prefix",
+    "capped": "requests whose own `max_load_tokens` left nothing to ask for",
     "loads": "loads begun",
     "loads_failed": "loads that ended early, whose rest was recomputed",
     "loaded_tokens": "prompt tokens loaded instead of computed",

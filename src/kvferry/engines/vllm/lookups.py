@@ -100,6 +100,10 @@ class Lookups:
             self.drop(tracked)
             tracked.settle("in the engine itself")
             return 0, False
+        if not tracked.cap.allows(load.external_tokens):  # the engine has lost some of its own since it asked
+            self.drop(tracked)
+            tracked.phase = Phase.NEW
+            return None, False
         tracked.load = load
         return load.external_tokens, True
 
@@ -118,9 +122,14 @@ class Lookups:
     def _ask(self, tracked: Tracked, local_tokens: int, now: float) -> bool:
         request = tracked.request
         tracked.story.engine_tokens = local_tokens
-        plan = plan_lookup(self._geometry, prompt_tokens=request.num_tokens, local_tokens=local_tokens)
+        sizes = {"prompt_tokens": request.num_tokens, "local_tokens": local_tokens}
+        plan = plan_lookup(self._geometry, **sizes, cap=tracked.cap)
         if plan is None:
-            tracked.settle("in the engine itself" if local_tokens else "shorter than a chunk")
+            if plan_lookup(self._geometry, **sizes) is not None:
+                self._counts.add("capped")
+                tracked.settle("capped by the request")
+            else:
+                tracked.settle("in the engine itself" if local_tokens else "shorter than a chunk")
             return False
         self._named_tokens += plan.chunks * self._geometry.chunk_tokens
         try:

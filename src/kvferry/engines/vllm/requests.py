@@ -11,6 +11,7 @@ A settled request is answered with 0 for the rest of its life or until it is pre
 once when a load failed from its first block, and the same answer again would go on for ever.
 """
 
+import logging
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from enum import Enum
 from typing import Any
 
 from kvferry.client.messages import LookupAnswer
+from kvferry.engines.loadcap import NO_CAP, LoadCap, load_cap
 from kvferry.engines.planning import Eligibility, LoadPlan
 from kvferry.engines.vllm.identity import AdapterDigests, adapter_extra
 from kvferry.engines.vllm.messages import LoadResult
@@ -26,6 +28,8 @@ from kvferry.engines.vllm.roles import KvRole
 from kvferry.errors import RefusedError
 from kvferry.identity.chunks import ChunkChain, Extras
 from kvferry.identity.domain import DomainKey
+
+_log = logging.getLogger("vllm.kvferry")
 
 NAMING_WAIT_S = 5.0
 REST_LOADING_S = 0.005  # cut short by the load's end
@@ -61,7 +65,7 @@ class Tracked:
     """One request. chain: None until its extras are known, and for good where it takes no part.
 
     reads, writes: whether it is looked up, and whether what it computes is stored. filled: the first chunk
-    that the load brings of each group.
+    that the load brings of each group. cap: how much the request itself lets be loaded.
     """
 
     request: Any
@@ -69,6 +73,7 @@ class Tracked:
     seen_at: float
     reads: bool = True
     writes: bool = True
+    cap: LoadCap = NO_CAP
     chain: ChunkChain | None = None
     adapter: "Future[bytes] | None" = None
     items: "Future[Items] | None" = None
@@ -93,10 +98,10 @@ class Tracked:
 
     @property
     def note(self) -> str:
-        """Why it takes no part in lookups; empty where it does."""
+        """Why it takes no part in lookups, or what it asked for itself; else empty."""
         if self.eligibility is not Eligibility.YES:
             return self.eligibility.value
-        return "" if self.reads else Eligibility.NO_PREFIX_READ.value
+        return self.cap.note if self.reads else Eligibility.NO_PREFIX_READ.value
 
     def settle(self, reason: str) -> None:
         """No more lookups until the request is preempted."""
@@ -155,6 +160,7 @@ class Admission:
         self._items = items
         self._role = role
         self.generation = b""
+        self._said_cap = False
 
     def admit(self, request: Any, *, now: float) -> Tracked:
         """A request's first appearance."""
@@ -165,6 +171,7 @@ class Admission:
             return tracked
         tracked.reads = self._role.loads and not request.skip_reading_prefix_cache
         tracked.writes = self._role.stores
+        tracked.cap = self._cap(request)
         if request.mm_features and tracked.items is None:
             tracked.eligibility = Eligibility.MULTIMODAL
         elif request.lora_request is not None:
@@ -201,6 +208,13 @@ class Admission:
             return True
         tracked.chain = None
         return False
+
+    def _cap(self, request: Any) -> LoadCap:
+        cap = load_cap(request.kv_transfer_params)
+        if cap.problem and not self._said_cap:
+            self._said_cap = True
+            _log.warning("kvferry: request %s: %s (said once)", request.request_id, cap.problem)
+        return cap
 
     def _start_chain(self, tracked: Tracked) -> None:
         """With everything that names the request at hand."""
