@@ -7,6 +7,7 @@ thread of its own, one per name however many wait for it; who waits gives up at 
 import contextlib
 import socket
 import threading
+import time
 from typing import NamedTuple
 
 from kvferry.tiers.valkey.url import Address
@@ -66,6 +67,29 @@ def resolve(address: Address, *, timeout_s: float) -> tuple[SocketAddress, ...]:
     if lookup.error is not None:
         raise lookup.error
     return lookup.found
+
+
+def time_left(until: float) -> float:
+    """Seconds left; a little when none are, since zero would mean not to wait at all."""
+    return max(until - time.monotonic(), 0.001)
+
+
+def connect(address: Address, until: float) -> socket.socket:
+    """To the first of the name's addresses that answers; they share the time until then. Raises OSError."""
+    found = resolve(address, timeout_s=time_left(until))
+    failure = OSError("the name has no address")
+    for number, (family, kind, protocol, target) in enumerate(found):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.settimeout(time_left(until) / (len(found) - number))
+            sock.connect(target)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:
+            sock.close()
+            failure = error
+        else:
+            return sock
+    raise failure
 
 
 def _ask(address: Address, *, flags: int) -> tuple[SocketAddress, ...]:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvferry.errors import ClosedError, KvferryError, RetryError
-from kvferry.tiers.valkey.resolve import resolve
+from kvferry.tiers.valkey.resolve import connect, time_left
 from kvferry.tiers.valkey.tls import Tls
 from kvferry.tiers.valkey.url import Address
 
@@ -152,11 +152,11 @@ def dial(address: Address, *, tls: Tls | None, timeout_s: float, stall_s: float)
     """
     until = time.monotonic() + timeout_s
     try:
-        sock = _connect(address, until) if address.port else _connect_unix(address, until)
+        sock = connect(address, until) if address.port else _connect_unix(address, until)
     except OSError as error:
         raise UnreachableError(f"{address}: cannot connect: {reason(error)}") from error
     if tls is not None:
-        sock.settimeout(_left(until))
+        sock.settimeout(time_left(until))
         try:
             wrapped = tls.wrap(sock, address)
         except OSError as error:
@@ -171,38 +171,15 @@ def dial(address: Address, *, tls: Tls | None, timeout_s: float, stall_s: float)
     return Stream(sock, stall_s=stall_s)
 
 
-def _connect(address: Address, until: float) -> socket.socket:
-    """To the first of the name's addresses that answers; they share the time that is left."""
-    found = resolve(address, timeout_s=_left(until))
-    failure = OSError("the name has no address")
-    for number, (family, kind, protocol, target) in enumerate(found):
-        sock = socket.socket(family, kind, protocol)
-        try:
-            sock.settimeout(_left(until) / (len(found) - number))
-            sock.connect(target)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError as error:
-            sock.close()
-            failure = error
-        else:
-            return sock
-    raise failure
-
-
 def _connect_unix(address: Address, until: float) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.settimeout(_left(until))
+        sock.settimeout(time_left(until))
         sock.connect(address.host)
     except OSError:
         sock.close()
         raise
     return sock
-
-
-def _left(until: float) -> float:
-    """Seconds left; a little when none are, since zero would mean not to wait at all."""
-    return max(until - time.monotonic(), 0.001)
 
 
 def reason(error: OSError | ValueError | KvferryError) -> str:
