@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
+from tests.patience import LOOKUP_S, valkey_defaults
 
 from kvferry.node import node
 
@@ -23,4 +24,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def patient_statistics() -> Iterator[None]:
     """A busy host may keep a node's loop from answering for longer than an operator wants to wait."""
     with patch.object(node, "STATISTICS_WAIT_S", 60.0):
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_greeting() -> Iterator[None]:
+    """Nor is a Valkey that such a host is slow to greet one that does not answer."""
+    with valkey_defaults(connect_s=LOOKUP_S):
         yield

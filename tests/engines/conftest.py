@@ -9,8 +9,16 @@ from typing import Any
 
 import pytest
 from tests.engines.vllm_engines import ROOT, environment
+from tests.patience import patient_engine, patient_node
 
 MODELS = ("llama", "onehead", "gemma", "gptoss", "llama4", "qwen3next", "granite", "deepseek")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient() -> Iterator[None]:
+    """What runs inside this process; a process that a test starts is told by itself."""
+    with patient_engine(), patient_node():
+        yield
 
 
 @pytest.fixture

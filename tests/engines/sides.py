@@ -148,7 +148,7 @@ class SideFleet:
         self._stack = stack
         self._groups = tuple(groups)
         self._chunk_blocks = chunk_blocks
-        # A host may be busy for longer than an engine would wait.
+        # Nothing stands still here that could cost a test so much.
         stack.enter_context(patch.object(lookups, "LOOKUP_MAX_S", WAIT_S))
         stack.enter_context(patch.object(transfers, "RESERVE_TIMEOUT_S", WAIT_S))
         self._gate = threading.Event()

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvferry.engines.vllm.facts import INTRODUCTION_WAIT_S, Introductions
+from kvferry.engines.vllm import facts
+from kvferry.engines.vllm.facts import Introductions
 from kvferry.engines.vllm.guard import Guard
 from kvferry.engines.vllm.messages import GroupFacts, StepPlan, WorkerFacts, WorkerReport
 
@@ -32,8 +33,8 @@ def test_a_problem_of_one_rank_is_heard_at_once() -> None:
 def test_requests_wait_for_facts_but_not_for_ever() -> None:
     heard = Introductions(ranks=1)
     assert heard.pending(now=100.0)
-    assert heard.pending(now=99.9 + INTRODUCTION_WAIT_S)
-    assert not heard.pending(now=100.0 + INTRODUCTION_WAIT_S)
+    assert heard.pending(now=99.9 + facts.INTRODUCTION_WAIT_S)
+    assert not heard.pending(now=100.0 + facts.INTRODUCTION_WAIT_S)
     known = Introductions(ranks=1)
     known.hear([_facts(0)])
     assert not known.pending(now=0.0)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from kvferry.engines.planning import Eligibility
+from kvferry.engines.vllm import requests
 from kvferry.engines.vllm.identity import AdapterDigests
 from kvferry.engines.vllm.multimodal import ItemDigests
-from kvferry.engines.vllm.requests import NAMING_WAIT_S, Admission, Tracked
+from kvferry.engines.vllm.requests import Admission, Tracked
 from kvferry.errors import RefusedError
 from kvferry.identity.chunks import MultimodalItem
 from kvferry.identity.domain import DomainKey
@@ -243,8 +244,8 @@ def test_what_cannot_be_read_in_time_is_served_without_the_cache(
     busy = threading.Event()
     digests._pool.submit(busy.wait, WAIT_S)
     tracked = admission.admit(request("a", feature(data(1))), now=0.0)
-    assert not admission.ready(tracked, now=NAMING_WAIT_S)
-    assert admission.ready(tracked, now=NAMING_WAIT_S + 0.1)
+    assert not admission.ready(tracked, now=requests.NAMING_WAIT_S)
+    assert admission.ready(tracked, now=requests.NAMING_WAIT_S + 0.1)
     busy.set()
     assert tracked.eligibility is Eligibility.MULTIMODAL
 

@@ -22,6 +22,7 @@ START_S = 400.0
 ANSWER_S = 120.0
 STOP_S = 60.0
 ROOT = Path(__file__).parents[2]
+PATIENT_NODE = (sys.executable, "-m", "tests.patience")  # how to run kvferry
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -163,7 +164,7 @@ class NodeProcess(NodeProgram):
 
     def __init__(self, directory: Path, *, pool: str = "256MiB") -> None:
         super().__init__(
-            [sys.executable, "-m", "kvferry"],
+            PATIENT_NODE,
             socket=directory / "node.sock",
             directory=directory,
             pool=pool,
@@ -192,7 +193,7 @@ class NodeProcess(NodeProgram):
 
 
 def arguments(model: Path, socket: Path, **more: Any) -> dict[str, Any]:
-    """Of an engine that joins the node at ``socket``."""
+    """Of a patient engine that joins the node at ``socket``."""
     return {
         "model": str(model),
         "skip_tokenizer_init": True,
@@ -204,7 +205,7 @@ def arguments(model: Path, socket: Path, **more: Any) -> dict[str, Any]:
         "worker_extension_cls": "kvferry.demo.probe.KvProbe",
         "kv_transfer_config": {
             "kv_connector": "KvferryConnector",
-            "kv_connector_module_path": "kvferry.engines.vllm.connector",
+            "kv_connector_module_path": "tests.engines.patient_connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"socket": str(socket)},

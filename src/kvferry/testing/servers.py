@@ -22,6 +22,7 @@ from kvferry.tiers.valkey.stream import Until
 from kvferry.tiers.valkey.url import Address, ValkeyUrl
 
 START_S = 60.0
+ASK_S = 30.0  # a busy host is slow to greet
 SLOTS = 16384
 CLUSTER_OPTIONS = (
     *("--cluster-enabled", "yes"),
@@ -108,8 +109,9 @@ class Server:
 
     def ask(self, *words: str | bytes) -> Reply:
         """One command, one reply; an error reply is returned."""
-        deadline = time.monotonic() + 10
-        connection = Connection.open(self.address, self.settings(), tls=None, deadline=deadline)
+        deadline = time.monotonic() + ASK_S
+        settings = self.settings(connect_s=ASK_S, stall_s=ASK_S)
+        connection = Connection.open(self.address, settings, tls=None, deadline=deadline)
         try:
             encoded = [word.encode() if isinstance(word, str) else word for word in words]
             return connection.request(*encoded, patience=Until(deadline))
