@@ -1,5 +1,7 @@
 """How a node is let in by keepers, and how it knows that they are its own."""
 
+import ssl
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.tiers.valkey.url import TlsFiles
@@ -11,3 +13,7 @@ class KeeperAccess:
 
     token: str = field(default="", repr=False)
     tls: TlsFiles | None = None
+
+    def contexts(self) -> Callable[[], ssl.SSLContext] | None:
+        """Makes one for each connection. Raises MisconfiguredError for files that cannot be used."""
+        return None
