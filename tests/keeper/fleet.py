@@ -19,7 +19,9 @@ ANY_PORT = Address("127.0.0.1", 0)
 def some_refs(count: int, *, seed: str = "", parts: int = 1) -> list[PartRef]:
     """Of so many chunks, with so many parts each."""
     chunks = [sha256(f"{seed}/{number}".encode()).digest() for number in range(count)]
-    return [PartRef(PartKey(NAMESPACE, chunk, part), 1000 + part) for chunk in chunks for part in range(parts)]
+    return [
+        PartRef(PartKey(NAMESPACE, chunk, part), 1000 + part) for chunk in chunks for part in range(parts)
+    ]
 
 
 class Staging:
@@ -75,18 +77,23 @@ class FakeKeeping:
         *,
         namespace: bytes | None,
         older_than_s: float | None,
+        parts: Sequence[PartRef] | None,
         done: Callable[[Dropped], None],
     ) -> None:
+        if parts is not None:
+            self.told.append(("drop", (tier, list(parts))))
+            done(Dropped(len(parts), sum(ref.nbytes for ref in parts)))
+            return
         self.told.append(("drop", (tier, namespace, older_than_s)))
         done(Dropped(3, 3000))
 
-    def most_reused(
-        self, *, within_s: float, max_bytes: int, namespace: bytes | None
-    ) -> Sequence[PartRef]:
+    def most_reused(self, *, within_s: float, max_bytes: int, namespace: bytes | None) -> Sequence[PartRef]:
         return list(self.where)
 
 
-def started(keeping: FakeKeeping, admission: Admission | None = None, *, listen: Address = ANY_PORT) -> Server:
+def started(
+    keeping: FakeKeeping, admission: Admission | None = None, *, listen: Address = ANY_PORT
+) -> Server:
     """A server that serves."""
     server = Server(listen, keeping=keeping, admission=admission or Admission(name="k"), status=lambda: b"{}")
     server.start()
