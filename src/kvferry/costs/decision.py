@@ -2,7 +2,7 @@
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvferry.costs.lengths import Length, Lengths, Listed, Runs, TierRun
 from kvferry.costs.prefill import PrefillModel
@@ -76,7 +76,8 @@ class Decision:
     """load_chunks: how many of the found chunks to load, from the head; the rest is recomputed.
 
     deadline_s, stall_s: how long to wait for all, and for the next chunk. load_s: predicted, None when
-    unknown. recompute_s: predicted prefill that the load saves, None when unknown.
+    unknown. recompute_s: predicted prefill that the load saves, None when unknown. tries: the tiers that a
+    PROBE is for.
     """
 
     load_chunks: int
@@ -85,6 +86,7 @@ class Decision:
     load_s: float | None
     recompute_s: float | None
     reason: DecisionReason
+    tries: tuple[str, ...] = ()
 
 
 def decide(
@@ -118,7 +120,10 @@ def decide(
         if best < fitting:
             reason = DecisionReason.PARTIAL if best else DecisionReason.RECOMPUTE
     if best < found and (trial := possible.trial(best, found, rates)) is not None:
-        best, reason = trial, DecisionReason.PROBE
+        tried = _decision(
+            prospect, trial.chunks, DecisionReason.PROBE, prefill=prefill, rates=rates, limits=limits
+        )
+        return replace(tried, tries=trial.tiers)
     return _decision(prospect, best, reason, prefill=prefill, rates=rates, limits=limits)
 
 

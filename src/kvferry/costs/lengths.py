@@ -7,7 +7,7 @@ impossible and the bytes of the others follow no line: ``Listed`` looks at every
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvferry.costs.rates import UNKNOWN_RATE, TierRate
 
@@ -33,6 +33,13 @@ class Length:
     tier_bytes: Mapping[str, int]
 
 
+class Trial(NamedTuple):
+    """A length that tries ``tiers``, which deserve it. No other measured tier brings more for it."""
+
+    chunks: int
+    tiers: tuple[str, ...]
+
+
 class Lengths(Protocol):
     """All of one found prefix."""
 
@@ -54,7 +61,7 @@ class Lengths(Protocol):
         """Lengths up to ``fitting``, among which the best is. whole: chunks that the prompt fills."""
         ...
 
-    def trial(self, after: int, most: int, rates: Rates) -> int | None:
+    def trial(self, after: int, most: int, rates: Rates) -> Trial | None:
         """A longer length than ``after`` that tries a tier that deserves it."""
         ...
 
@@ -103,15 +110,24 @@ class Runs:
                 found |= {end, self.fitting(fitting, rates, within_s=hidden)}
         return found
 
-    def trial(self, after: int, most: int, rates: Rates) -> int | None:
-        """See ``Lengths``. The tier of the first chunk that is not to be loaded."""
-        left = after
+    def trial(self, after: int, most: int, rates: Rates) -> Trial | None:
+        """See ``Lengths``. The tier of the first chunk that is not to be loaded, and what follows."""
+        most = min(most, after + PROBE_CHUNKS)
+        tiers: dict[str, None] = {}
+        stop, end = 0, after
         for run in self._runs:
-            if left < run.chunks:
-                due = rates.get(run.tier, UNKNOWN_RATE).probe_due
-                return min(most, after + PROBE_CHUNKS) if due else None
-            left -= run.chunks
-        return None
+            stop += run.chunks
+            if stop <= after:
+                continue
+            if end == most:
+                break
+            rate = rates.get(run.tier, UNKNOWN_RATE)
+            if rate.probe_due:
+                tiers[run.tier] = None
+            elif not tiers or rate.bytes_per_s is not None:
+                break
+            end = min(most, stop)
+        return Trial(end, tuple(tiers)) if tiers else None
 
     def _taken(self, chunks: int) -> Iterator[tuple[TierRun, int]]:
         for run in self._runs:
@@ -155,16 +171,28 @@ class Listed:
             if length.chunks <= fitting and (_seconds(length.tier_bytes, rates) or 0.0) <= cap_s
         }
 
-    def trial(self, after: int, most: int, rates: Rates) -> int | None:
+    def trial(self, after: int, most: int, rates: Rates) -> Trial | None:
         """See ``Lengths``. Of a few chunks more, if there is one, else the next."""
+        loaded = self._tier_bytes.get(after, {})
         longer = [length for length in self._lengths if after < length.chunks <= most]
-        due = [length for length in longer if self._brings_news(length, rates)]
+        due = [length for length in longer if _is_worth_a_trial(length, loaded, rates)]
         few = [length for length in due if length.chunks <= after + PROBE_CHUNKS]
-        return few[-1].chunks if few else due[0].chunks if due else None
+        chosen = few[-1] if few else due[0] if due else None
+        return None if chosen is None else Trial(chosen.chunks, tuple(_due(chosen, rates)))
 
-    def _brings_news(self, length: Length, rates: Rates) -> bool:
-        tiers = (tier for tier, nbytes in length.tier_bytes.items() if nbytes)
-        return any(rates.get(tier, UNKNOWN_RATE).probe_due for tier in tiers)
+
+def _due(length: Length, rates: Rates) -> list[str]:
+    tiers = (tier for tier, nbytes in length.tier_bytes.items() if nbytes)
+    return [tier for tier in tiers if rates.get(tier, UNKNOWN_RATE).probe_due]
+
+
+def _is_worth_a_trial(length: Length, loaded: Mapping[str, int], rates: Rates) -> bool:
+    """It tells of a tier that deserves it, and takes more from no other that is known to be too slow."""
+    due = _due(length, rates)
+    more = (tier for tier, nbytes in length.tier_bytes.items() if nbytes > loaded.get(tier, 0))
+    return bool(due) and all(
+        tier in due or rates.get(tier, UNKNOWN_RATE).bytes_per_s is None for tier in more
+    )
 
 
 def _seconds(tier_bytes: Mapping[str, int], rates: Rates) -> float | None:

@@ -18,6 +18,7 @@ from kvferry.node.lookups import Lookups
 from kvferry.node.saves import Saves
 from kvferry.node.server import Connection
 from kvferry.node.state import Namespace, NodeState
+from kvferry.node.telling import Telling
 from kvferry.node.wire import (
     PROTOCOL,
     Abandon,
@@ -59,9 +60,10 @@ class App:
     ) -> None:
         self.state = state
         self.loads = Loads(state)
-        self.saves = Saves(state, self.loads)
+        self.telling = Telling(state)
+        self.saves = Saves(state, self.loads, self.telling)
         self.estimator = Estimator(state)
-        self.lookups = Lookups(state, self.loads, self.estimator)
+        self.lookups = Lookups(state, self.loads, self.estimator, self.telling)
         self._statistics = statistics
         self._domain = domain or None
         self._tag: bytes | None = None
@@ -143,6 +145,7 @@ class App:
     def after_turn(self) -> None:
         """At the end of every wake-up of the loop."""
         self.loads.after_turn()
+        self.telling.after_turn()
 
     def _rare_message(self, connection: Connection, message: FromClient) -> None:
         match message:
@@ -252,6 +255,7 @@ def snapshot(
         prepared_bytes=prepared_bytes,
         catalogue=state.catalogue.statistics(),
         tier=state.tier.statistics() if state.tier is not None else None,
+        keepers=state.keepers.statistics() if state.keepers is not None else None,
         quota=quota,
         write_rate=state.limits.write_rate,
         engines=app.engines(),

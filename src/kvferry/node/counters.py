@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from kvferry.keeper.client import KeepersStatistics
 from kvferry.node.ledger import LedgerStatistics
 from kvferry.pool.entries import CatalogueStatistics
 from kvferry.tiers.contract import TierStatistics
@@ -26,6 +27,9 @@ class Counters:
     reservations_expired: int = 0
     shared_fetches: int = 0
     fetched_parts: int = 0
+    fetched_bytes: Counter[str] = field(default_factory=Counter[str])
+    staged_parts: Counter[str] = field(default_factory=Counter[str])  # brought into the tier by keepers
+    stage_failed: Counter[str] = field(default_factory=Counter[str])
     reserved_parts: int = 0
     reserve_declined: Counter[str] = field(default_factory=Counter[str])
     committed_parts: int = 0
@@ -70,7 +74,8 @@ class NamespaceStatus:
 class NodeStatistics:
     """A frozen snapshot of a node. tier: None for a node that has memory alone.
 
-    quota, write_rate (bytes per second): of what it may do in the tier; None: no limit.
+    keepers: None where it has none. quota, write_rate (bytes per second): of what it may do in the tier;
+    None: no limit.
     """
 
     pid: int
@@ -92,5 +97,6 @@ class NodeStatistics:
     writeback_backlog_parts: int
     overdue_reservations: int
     defects: int
+    keepers: KeepersStatistics | None = None
     quota: LedgerStatistics | None = None
     write_rate: int | None = None

@@ -1,7 +1,7 @@
 """Load or recompute: what the node knows, put to the shared estimator (``kvferry.costs``)."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.costs import (
@@ -52,13 +52,20 @@ class Estimator:
         return self._verdict(asked, space, runs=runs)
 
     def decide_among(
-        self, asked: Lookup, space: Namespace, *, gaps: Sequence[Gap], usable: bytearray
+        self,
+        asked: Lookup,
+        space: Namespace,
+        *,
+        gaps: Sequence[Gap],
+        usable: bytearray,
+        deep: Mapping[tuple[int, int], Tier] | None = None,
     ) -> Verdict:
         """The same, where only some boundaries are usable, and each needs other parts.
 
-        gaps: what memory lacks. usable: see ``reach.Reach``.
+        gaps: what memory lacks. usable: see ``reach.Reach``. deep: see ``search.Search``.
         """
-        return self._verdict(asked, space, lengths=_lengths(space, gaps, usable, self._state.behind))
+        lengths = _lengths(space, gaps, usable, behind=self._state.behind, deep=deep or {})
+        return self._verdict(asked, space, lengths=lengths)
 
     def _verdict(
         self,
@@ -69,7 +76,7 @@ class Estimator:
         lengths: Sequence[Length] | None = None,
     ) -> Verdict:
         now = self._state.loop.clock()
-        fetching = self._state.fetch_rate
+        rates = self._state.rates()
         cap_s = self._state.deadline_cap_s
         if asked.deadline_cap_s:
             cap_s = min(cap_s, asked.deadline_cap_s)
@@ -83,11 +90,11 @@ class Estimator:
                 lengths=lengths,
             ),
             prefill=_prefill(asked),
-            rates={self._state.behind.name.lower(): fetching.rate(now)},
+            rates={name: rate.rate(now) for name, rate in rates.items()},
             limits=Limits(cap_s=cap_s),
         )
-        if decision.reason is DecisionReason.PROBE:
-            fetching.probing(now)
+        for name in decision.tries:
+            rates[name].probing(now)
         return Verdict(
             load_chunks=decision.load_chunks,
             deadline_s=decision.deadline_s,
@@ -106,22 +113,34 @@ def _prefill(asked: Lookup) -> PrefillModel | None:
     return PrefillModel(model.base_s, model.per_token_s, model.per_token2_s)
 
 
-def _lengths(space: Namespace, gaps: Sequence[Gap], usable: bytearray, behind: Tier) -> list[Length]:
-    """The usable boundaries, the longest of each of ``MAX_LENGTHS`` stretches; what the tier must bring."""
+def _lengths(
+    space: Namespace,
+    gaps: Sequence[Gap],
+    usable: bytearray,
+    *,
+    behind: Tier,
+    deep: Mapping[tuple[int, int], Tier],
+) -> list[Length]:
+    """The usable boundaries, the longest of each of ``MAX_LENGTHS`` stretches; what tiers must bring."""
     chunks = usable.rfind(1)
-    numbers = {space.trailing_of(part) for part in space.parts}
-    absent = {number: [0] * chunks for number in numbers}  # bytes by position
+    absent: dict[tuple[Tier, int], list[int]] = {}  # bytes by position, for each tier and trailing number
     for gap in gaps:
         if gap.position >= chunks:
             break
         for part in gap.parts:
-            absent[space.trailing_of(part)][gap.position] += space.part_bytes[part]
-    sums = {number: [0, *itertools.accumulate(row)] for number, row in absent.items()}
+            name = (deep.get((gap.position, part), behind), space.trailing_of(part))
+            row = absent.setdefault(name, [0] * chunks)
+            row[gap.position] += space.part_bytes[part]
+    sums = {name: [0, *itertools.accumulate(row)] for name, row in absent.items()}
     step = -(-chunks // MAX_LENGTHS) or 1
     ends = {usable.rfind(1, 0, last + 1) for last in range(chunks, 0, -step)}
-    name = behind.name.lower()
-    return [
-        Length(end, {name: nbytes} if nbytes else {})
-        for end in sorted(ends - {0})
-        for nbytes in [sum(row[end] - row[start_of(number, end)] for number, row in sums.items())]
-    ]
+    return [Length(end, _tier_bytes(end, sums)) for end in sorted(ends - {0})]
+
+
+def _tier_bytes(end: int, sums: Mapping[tuple[Tier, int], Sequence[int]]) -> dict[str, int]:
+    """What each tier has to bring for a boundary; those that bring nothing left out."""
+    found: dict[str, int] = {}
+    for (tier, number), row in sums.items():
+        if nbytes := row[end] - row[start_of(number, end)]:
+            found[tier.name.lower()] = found.get(tier.name.lower(), 0) + nbytes
+    return found

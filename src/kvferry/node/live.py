@@ -1,5 +1,6 @@
 """What the driver keeps for a load and for a batch of fetches while they run."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from kvferry.node.framing import join_checksums
 from kvferry.node.loads import At, Load
 from kvferry.node.server import Connection
 from kvferry.node.state import Namespace
-from kvferry.node.wire import Place, Reason
+from kvferry.node.wire import Place, Reason, Tier
 from kvferry.pool.entries import Owner, Slot
 from kvferry.tiers.contract import Outcome, Transfer
 
@@ -25,8 +26,9 @@ REASONS = {
 
 
 class RunningBatch(NamedTuple):
-    """A batch with the tier. timing: for the estimate of the tier's speed."""
+    """A batch, all of which lies in one tier. timing: for the estimate of that tier's speed."""
 
+    tier: Tier
     transfer: Transfer
     timing: TransferTicket
 
@@ -35,8 +37,8 @@ class RunningBatch(NamedTuple):
 class LiveLoad:
     """A load and what the driver keeps for it. connection: the scheduler's, which owns it.
 
-    listeners: by part; ranks that hold equal bytes share one. ready: what a rank that joins is sent
-    at once; unsent: what those that have joined were not sent yet.
+    deep: where keepers have what the tier has not. listeners: by part; ranks that hold equal bytes share one.
+    ready: what a rank that joins is sent at once; unsent: what those that have joined were not sent yet.
     """
 
     load_id: int
@@ -50,6 +52,7 @@ class LiveLoad:
     deadline: float
     stall_s: float
     progress: float
+    deep: Mapping[tuple[int, int], Tier] = field(default_factory=dict[tuple[int, int], Tier])
     listeners: dict[int, list[Connection]] = field(default_factory=dict[int, list[Connection]])
     ready: dict[At, Place] = field(default_factory=dict[At, Place])
     unsent: dict[int, list[Place]] = field(default_factory=dict[int, list[Place]])

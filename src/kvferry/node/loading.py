@@ -1,21 +1,21 @@
 """Performs loads: pins, reservations, fetches, and the stream of ready parts to the workers."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 
-from kvferry.costs import TransferTicket
 from kvferry.errors import BrokenError, RefusedError
 from kvferry.identity.names import PartKey, PartRef
+from kvferry.node.deep import DeepFetch
 from kvferry.node.fetches import Batch, FetchTable, Waiter
 from kvferry.node.live import REASONS, LiveLoad, RunningBatch
 from kvferry.node.loads import At, LeftOver, Load, PartState
 from kvferry.node.server import Connection
 from kvferry.node.state import FETCHER, Namespace, NodeState
-from kvferry.node.wire import MAX_BATCH, LoadEnded, PartsReady, Place, Reason
+from kvferry.node.wire import MAX_BATCH, LoadEnded, PartsReady, Place, Reason, Tier
 from kvferry.pool.entries import Declined, DeclineReason, Owner, Slot
-from kvferry.tiers.contract import FetchItem, FetchResult, Outcome
+from kvferry.tiers.contract import FetchItem, FetchResult, Outcome, Transfer
 
 MAX_LOADS_PER_CONNECTION = 1024
 MAX_LOADS = 4096
@@ -63,8 +63,12 @@ class Loads:
         first_chunk: int,
         deadline_s: float,
         stall_s: float,
+        deep: Mapping[tuple[int, int], Tier],
     ) -> LiveLoad:
-        """Begin a load. pinned: parts that ``owner`` holds already. The owner belongs to the load now."""
+        """Begin a load. pinned: parts that ``owner`` holds already. The owner belongs to the load now.
+
+        deep: see ``search.Search``.
+        """
         now = self._state.loop.clock()
         window = max(space.chunk_bytes, self._state.arena.nbytes // WINDOW_DIVISOR)
         self._last_id += 1
@@ -82,6 +86,7 @@ class Loads:
             deadline=now + deadline_s,
             stall_s=stall_s,
             progress=now,
+            deep=deep,
         )
         self._loads[live.load_id] = live
         self._by_connection.setdefault(connection, set()).add(live.load_id)
@@ -140,8 +145,7 @@ class Loads:
         self._state.counters.corrupt_parts += 1
         key = live.key(at)
         self._state.catalogue.unlink(key)
-        if self._state.tier is not None:
-            self._state.tier.remove([PartRef(key, live.space.part_bytes[part])])
+        self._remove(PartRef(key, live.space.part_bytes[part]))
         self._cut(live, at.position, Reason.CORRUPT)
 
     def end(self, load_id: int, reason: Reason = Reason.ENDED, *, asked_by: Connection | None = None) -> None:
@@ -206,9 +210,8 @@ class Loads:
 
     def _advance(self, live: LiveLoad) -> None:
         """Reserve and fetch what the window allows."""
-        state = self._state
-        batch = self._fetches.new_batch()
-        items: list[FetchItem] = []
+        state, behind = self._state, self._state.behind
+        batches: dict[Tier, tuple[Batch, list[FetchItem]]] = {}
         while (at := live.load.next_wanted()) is not None:
             key, nbytes = live.key(at), live.space.part_bytes[at.part]
             if not state.pins.has_room(key, nbytes, live.owner):  # until its connection's loads have copied
@@ -234,6 +237,8 @@ class Loads:
                     self._fail(live, at.position, Reason.POOL_FULL)
                 break
             live.load.fetching(at)
+            tier = live.deep.get(at, behind)
+            batch, items = batches.setdefault(tier, (self._fetches.new_batch(), []))
             self._fetches.begin(key, batch, Waiter(live.load_id, at))
             state.pins.expect(key, nbytes, live.owner)
             items.append(FetchItem(PartRef(key, nbytes), state.arena.view(given.slot.offset, nbytes)))
@@ -241,8 +246,8 @@ class Loads:
             if live.load.window_full():
                 self._blocked[live] = None
         state.note_evictions()
-        if items:
-            self._fetch(live, batch, items)
+        for tier, (batch, items) in batches.items():
+            self._fetch(live, tier, batch, items)
 
     def _wait_for_room(self, live: LiveLoad, reason: DeclineReason) -> bool:
         """Whether this load can go on later: never when nothing that it holds or waits for can end."""
@@ -252,29 +257,43 @@ class Loads:
             return True
         return False
 
-    def _fetch(self, live: LiveLoad, batch: Batch, items: list[FetchItem]) -> None:
-        tier = self._state.tier
-        if tier is None:
+    def _fetch(self, live: LiveLoad, tier: Tier, batch: Batch, items: list[FetchItem]) -> None:
+        """All of it from one tier: from the one behind memory, or through that from a keeper's."""
+        state, behind = self._state, self._state.tier
+        if behind is None:
             raise BrokenError("a load wants parts from a tier, and there is none")
         keys = [item.ref.key for item in items]
-        post = self._state.loop.post
+        post = state.loop.post
 
         def done(index: int, result: FetchResult) -> None:
             post(partial(self._fetched, keys[index], result))
 
         batch.deadline = live.deadline
         nbytes = sum(item.ref.nbytes for item in items)
-        timing = self._state.fetch_rate.begin(nbytes, self._state.loop.clock())
-        transfer = tier.fetch(items, deadline=live.deadline, done=done)
-        self._transfers[batch.number] = RunningBatch(transfer, timing)
+        timing = state.rate(tier).begin(nbytes, state.loop.clock())
+        transfer: Transfer
+        if state.keepers is None or tier is state.behind:
+            transfer = behind.fetch(items, deadline=live.deadline, done=done)
+        else:
+            transfer = DeepFetch(
+                state,
+                items,
+                keepers=state.keepers,
+                tier=behind,
+                place=tier,
+                deadline=live.deadline,
+                done=done,
+            )
+        self._transfers[batch.number] = RunningBatch(tier, transfer, timing)
 
     def _fetched(self, key: PartKey, result: FetchResult) -> None:
         """The tier is done with one part: its slot is nobody's but ours again."""
         state = self._state
         waiters, batch = self._fetches.finish(key)
         batch.measured &= result.outcome in (Outcome.OK, Outcome.LATE) and not batch.cancelled
+        tier = self._transfers[batch.number].tier
         if batch.unfinished == 0:
-            self._learn(batch, self._transfers.pop(batch.number).timing)
+            self._learn(batch, self._transfers.pop(batch.number))
         self._room_changed = True
         reason = REASONS.get(result.outcome, Reason.GONE)  # OK and gone: unlinked while it was on its way
         as_asked = result.outcome is Outcome.LATE and batch.cancelled
@@ -283,9 +302,12 @@ class Loads:
             state.counters.failed[reason.value] += 1
         if result.outcome is Outcome.OK:
             state.counters.fetched_parts += 1
+            state.counters.fetched_bytes[tier.name.lower()] += state.part_bytes(key)
             state.catalogue.commit(key, FETCHER, result.checksums)
         else:
             state.catalogue.abandon(key, FETCHER)
+            if result.outcome is Outcome.CORRUPT and state.keepers is not None:
+                state.keepers.remove([PartRef(key, state.part_bytes(key))])  # the tier has done so
         now = state.loop.clock()
         for waiter in waiters:
             live = self._loads.get(waiter.load_id)
@@ -306,12 +328,20 @@ class Loads:
             else:
                 self._fail(live, waiter.at.position, reason)
 
-    def _learn(self, batch: Batch, timing: TransferTicket) -> None:
-        """A whole batch is done: what it says about the tier's speed."""
+    def _learn(self, batch: Batch, ended: RunningBatch) -> None:
+        """A whole batch is done: what it says about its tier's speed."""
+        rate = self._state.rate(ended.tier)
         if batch.measured:
-            self._state.fetch_rate.end(timing, self._state.loop.clock())
+            rate.end(ended.timing, self._state.loop.clock())
         else:
-            self._state.fetch_rate.forget(timing)
+            rate.forget(ended.timing)
+
+    def _remove(self, ref: PartRef) -> None:
+        """Its bytes are wrong somewhere: away with it everywhere behind memory."""
+        if self._state.tier is not None:
+            self._state.tier.remove([ref])
+        if self._state.keepers is not None:
+            self._state.keepers.remove([ref])
 
     def _arrived(self, live: LiveLoad, at: At, slot: Slot) -> None:
         place = live.ready[at] = live.place(at, slot)

@@ -1,4 +1,4 @@
-"""Answers lookups: memory at once, Valkey by a bounded probe, then the choice to load or recompute."""
+"""Answers lookups: memory at once, what lies behind it within a bounded wait; then load or recompute."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from kvferry.node.recency import RecencyRefresh
 from kvferry.node.search import Search, Searches
 from kvferry.node.server import Connection
 from kvferry.node.state import Namespace, NodeState
+from kvferry.node.telling import Telling
 from kvferry.node.wire import Answer, Lookup, Match, Matched, Reason, Tier
 from kvferry.pool.entries import Owner, Slot
 
@@ -43,10 +44,11 @@ class _Pending:
 class Lookups:
     """All lookups that wait for a probe; loop thread only."""
 
-    def __init__(self, state: NodeState, loads: Loads, estimator: Estimator) -> None:
+    def __init__(self, state: NodeState, loads: Loads, estimator: Estimator, telling: Telling) -> None:
         self._state = state
         self._loads = loads
         self._estimator = estimator
+        self._telling = telling
         self._recency = RecencyRefresh()
         self._searches = Searches(state)
 
@@ -131,9 +133,12 @@ class Lookups:
         """Choose how much to load, and start."""
         asked, space, search, reason = lookup.asked, lookup.space, lookup.search, reach.reason
         self._count_missing(lookup, reach)
+        self._telling.found(space, lookup.prompt, asked.first_chunk + reach.boundary)
         tiers: list[Tier] = []
         if space.trailing:
-            verdict = self._estimator.decide_among(asked, space, gaps=search.gaps, usable=reach.usable)
+            verdict = self._estimator.decide_among(
+                asked, space, gaps=search.gaps, usable=reach.usable, deep=search.deep
+            )
         else:
             self._pin(lookup, reach.boundary)
             tiers = self._tiers(lookup, reach.boundary)
@@ -153,14 +158,19 @@ class Lookups:
         self._start(lookup, tiers[:count], reason, verdict, reach)
 
     def _tiers(self, lookup: _Pending, count: int) -> list[Tier]:
-        """Where the chunks of a load lie. One of which nothing is needed is where the next one is."""
+        """Where the chunks of a load lie, by the slowest part.
+
+        One of which nothing is needed is where the next one is.
+        """
         tiers = [Tier.MEMORY] * count
+        deep, behind = lookup.search.deep, self._state.behind
         pinned, memory = lookup.pinned, 0 if lookup.space.trailing else lookup.search.memory
         spans = lookup.space.needed(count)
         for span in spans:
             for position in span.chunks[max(0, memory - span.chunks.start) :]:
-                if not all(At(position, part) in pinned for part in span.parts):
-                    tiers[position] = self._state.behind
+                for part in span.parts:
+                    if (at := At(position, part)) not in pinned:
+                        tiers[position] = max(tiers[position], deep.get(at, behind))
         needless = spans[0].chunks.start if spans else 0
         tiers[:needless] = [tiers[needless]] * needless if needless < count else []
         return tiers
@@ -180,6 +190,7 @@ class Lookups:
             first_chunk=lookup.asked.first_chunk,
             deadline_s=verdict.deadline_s,
             stall_s=verdict.stall_s,
+            deep=lookup.search.deep,
         )
         if live.load.end < count:  # the pool has no room for more
             reason = live.load.reason
@@ -276,9 +287,9 @@ class Lookups:
         record.lookup_s = now - lookup.search.started
         record.reason = reason.value
         nbytes = _bytes_by_tier(space, tiers)
-        both = (Tier.MEMORY, self._state.behind)
-        record.reused_chunks = {tier.name.lower(): tiers.count(tier) for tier in both}
-        record.reused_bytes = {tier.name.lower(): nbytes.get(tier, 0) for tier in both}
+        possible = (Tier.MEMORY, self._state.behind) if self._state.keepers is None else tuple(Tier)
+        record.reused_chunks = {tier.name.lower(): tiers.count(tier) for tier in possible}
+        record.reused_bytes = {tier.name.lower(): nbytes.get(tier, 0) for tier in possible}
         end = asked.first_chunk + len(tiers)
         record.first_missing_chunk = end if end < len(lookup.prompt) else None
         lack = reach.missing if reach is not None and reason is reach.reason else None

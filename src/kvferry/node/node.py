@@ -17,6 +17,7 @@ from kvferry.errors import ClosedError, RetryError
 from kvferry.loop import Loop
 from kvferry.node.app import App, snapshot
 from kvferry.node.counters import NodeStatistics
+from kvferry.node.keepers import Keepers
 from kvferry.node.peers import Peer, peer_of
 from kvferry.node.quota import QuotaTier
 from kvferry.node.server import Server
@@ -41,11 +42,12 @@ class Node:
         settings: NodeSettings,
         *,
         tier: Tier | None = None,
+        keepers: Keepers | None = None,
         token: str = "",
         clock: Callable[[], float] = time.monotonic,
         peer_of: Callable[[socket.socket], Peer] = peer_of,
     ) -> None:
-        """tier, token: used instead of what the settings name. Raises MisconfiguredError, one line."""
+        """tier, keepers, token: instead of what the settings name. Raises MisconfiguredError, one line."""
         self.settings = settings
         token = token or (settings.token.reveal() if settings.token is not None else "")
         self._started = clock()
@@ -59,6 +61,9 @@ class Node:
                 undo.callback(behind.close)
             self._quota = _within_quota(behind, settings)
             self._tier = self._quota or behind
+            self._keepers = keepers
+            if self._keepers is not None:
+                undo.callback(self._keepers.close)
             self._arena = Arena.create(settings.pool_bytes)
             undo.callback(self._arena.close)
             state = NodeState(
@@ -67,6 +72,7 @@ class Node:
                 catalogue=Catalogue(SlotAllocator(self._arena.nbytes)),
                 tier=self._tier,
                 quota=self._quota,
+                keepers=self._keepers,
                 epoch=secrets.randbits(62) | 1,
                 deadline_cap_s=settings.deadline_cap_ms / 1000,
                 limits=Limits(tier_quota=settings.valkey_quota, write_rate=settings.valkey_write_rate),
@@ -141,6 +147,8 @@ class Node:
             self._thread.join(JOIN_S)
         self._server.close()
         self._prepare.close()
+        if self._keepers is not None:
+            self._keepers.close()
         if self._tier is not None:
             self._tier.close()  # every transfer has ended after this: nothing touches the arena
         self._loop.close()

@@ -14,6 +14,7 @@ from kvferry.node.ledger import ChunkName
 from kvferry.node.loading import Loads
 from kvferry.node.server import Connection
 from kvferry.node.state import WRITER, Limits, Namespace, NodeState
+from kvferry.node.telling import Telling
 from kvferry.node.wire import Abandon, Commit, Reserve, Reserved, ReservedPlace, ReserveOutcome
 from kvferry.node.writeback import Unsaved, WriteBack
 from kvferry.node.writerate import WriteRate
@@ -68,10 +69,14 @@ class _Held(NamedTuple):
 
 
 class _Lease(NamedTuple):
-    """expires: when the slot is taken back. position: how many chunks of the prompt come before this one."""
+    """expires: when the slot is taken back. position: how many chunks of the prompt come before this one.
+
+    likely: that the part will be wanted again.
+    """
 
     expires: float
     position: int
+    likely: bool
 
 
 _NOTHING = _Held(0, 0)
@@ -80,9 +85,10 @@ _NOTHING = _Held(0, 0)
 class Saves:
     """All reservations and the backlog of a node; loop thread only."""
 
-    def __init__(self, state: NodeState, loads: Loads) -> None:
+    def __init__(self, state: NodeState, loads: Loads, telling: Telling) -> None:
         self._state = state
         self._loads = loads
+        self._telling = telling
         self._owners: dict[Connection, Owner] = {}
         self._leases: OrderedDict[tuple[Connection, PartKey], _Lease] = OrderedDict()
         self._overdue: dict[tuple[Connection, PartKey], int] = {}  # offset of a slot whose lease has ended
@@ -122,6 +128,7 @@ class Saves:
         if owner is None:
             owner = self._owners[connection] = next(state.owners)
         nbytes = space.part_bytes[message.part]
+        likely = self._telling.likely(space.namespace, prompt)
         expires = state.loop.clock() + RESERVATION_LEASE_S
         places: list[ReservedPlace] = []
         for position, chunk in enumerate(wanted, len(prompt) - len(wanted)):
@@ -142,7 +149,7 @@ class Saves:
                 state.counters.reserve_declined[given.reason.value] += 1
                 places.append(ReservedPlace(_OUTCOMES[given.reason], 0))
             else:
-                places.append(self._granted(connection, key, given, _Lease(expires, position)))
+                places.append(self._granted(connection, key, given, _Lease(expires, position, likely)))
         state.note_evictions()
         self._watch_leases()
         connection.send(Reserved(ticket=message.ticket, places=tuple(places)))
@@ -165,7 +172,7 @@ class Saves:
             state.catalogue.commit(key, self._owners[connection], checksums)
             state.counters.committed_parts += 1
             state.counters.committed_bytes += space.part_bytes[message.part]
-            self._offer(PartRef(key, space.part_bytes[message.part]), checksums, position=lease.position)
+            self._offer(PartRef(key, space.part_bytes[message.part]), checksums, lease)
         self._loads.room_changed()
         self._write_back()
 
@@ -264,13 +271,14 @@ class Saves:
 
     # ---- write-back
 
-    def _offer(self, ref: PartRef, checksums: tuple[bytes, ...], *, position: int) -> None:
+    def _offer(self, ref: PartRef, checksums: tuple[bytes, ...], lease: _Lease) -> None:
         if self._state.tier is None:
             return
         slot = self._state.catalogue.pin(ref.key, WRITER)
         if slot is None:
             return  # unlinked while it was being filled
-        if not self._backlog.offer(Unsaved(ref, slot.offset, checksums, position)):
+        unsaved = Unsaved(ref, slot.offset, checksums, lease.position, likely=lease.likely)
+        if not self._backlog.offer(unsaved):
             self._state.catalogue.unpin(ref.key, WRITER)
             self._state.counters.store_dropped_parts += 1
 
@@ -301,6 +309,7 @@ class Saves:
         for unsaved, outcome in zip(batch, outcomes, strict=True):
             if outcome is Outcome.OK:
                 self._state.counters.store_present_parts += 1
+                self._telling.stored(unsaved)
                 self._done_with(unsaved)
             elif outcome in (Outcome.MISS, Outcome.CORRUPT):
                 missing.append(unsaved)
@@ -329,6 +338,7 @@ class Saves:
         if outcome is Outcome.OK:
             self._state.counters.stored_parts += 1
             self._state.counters.stored_bytes += unsaved.ref.nbytes
+            self._telling.stored(unsaved)
         elif unsaved.tries + 1 < MAX_TRIES and self._passing(outcome):
             self._backlog.again(unsaved)
             self._pause(RETRY_S)

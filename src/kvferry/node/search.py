@@ -1,4 +1,11 @@
-"""How far a prefix reaches: memory says at once, the tier by a probe with a bounded wait."""
+"""How far a prefix reaches: memory says at once, the tier and then the keepers within a bounded wait.
+
+in memory ──all──► found
+    └──► the tier is probed ──all, or nobody else to ask──► found
+              │      └──► keepers are asked ──► found: what memory, the tier and they have
+              │                 └──late──► found: what memory and the tier have
+              └──late──► found: what memory has
+"""
 
 import heapq
 from collections import Counter
@@ -8,11 +15,13 @@ from functools import partial
 from itertools import chain
 
 from kvferry.identity.names import PartKey, PartRef
+from kvferry.keeper.wire import Where
 from kvferry.loop import Timer
+from kvferry.node.keepers import TIERS
 from kvferry.node.reach import Lack, Reach, memory_boundary, reach
 from kvferry.node.server import Connection
 from kvferry.node.state import Namespace, NodeState
-from kvferry.node.wire import Reason
+from kvferry.node.wire import Reason, Tier
 from kvferry.pool.entries import Gap
 from kvferry.tiers.contract import Outcome
 
@@ -38,6 +47,9 @@ class Search:
     """chunks: the prefix, from the first chunk that the engine has not got. prompt_chunks: with those it has.
 
     gaps: what memory lacks of them, up to where nothing more can be used. memory: how far it alone reaches.
+    probed: positions and parts that the tier was asked for, and what it said. known: how far it and memory
+    reach, set while keepers are asked. deep: where they have what the tier has not. unsaid: what they could
+    not tell.
     """
 
     connection: Connection
@@ -48,14 +60,32 @@ class Search:
     gaps: list[Gap] = field(default_factory=list[Gap])
     memory: int = 0
     unprobed: Sequence[Gap] = ()  # which the limit left out
+    deadline: float = 0.0
+    probed: Sequence[tuple[int, int]] = ()
+    outcomes: Sequence[Outcome] = ()
+    known: Reach | None = None
+    deep: dict[tuple[int, int], Tier] = field(default_factory=dict[tuple[int, int], Tier])
+    unsaid: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
     timer: Timer | None = None
     found: Callable[[Reach], None] | None = None  # set while the tier is asked
     gone: Callable[[], None] | None = None
 
-    def leads_on(self, position: int, part: int) -> bool:
-        """Whether a boundary beyond that of memory alone needs that part."""
+    def leads_on(self, position: int, part: int, *, beyond: int | None = None) -> bool:
+        """Whether a boundary after that one, or that of memory alone, needs that part."""
         trailing = self.space.trailing_of(part)
-        return not trailing or position + trailing > self.memory
+        return not trailing or position + trailing > (self.memory if beyond is None else beyond)
+
+    def refs(self, wanted: Iterable[tuple[int, int]]) -> list[PartRef]:
+        """Of these positions and parts."""
+        namespace, chunks, sizes = self.space.namespace, self.chunks, self.space.part_bytes
+        return [PartRef(PartKey(namespace, chunks[at], part), sizes[part]) for at, part in wanted]
+
+    def lacks(self) -> Iterator[Lack]:
+        """What the tier was asked for and has not, nor any keeper."""
+        for at, outcome in zip(self.probed, self.outcomes, strict=True):
+            if outcome is Outcome.OK or at in self.deep:
+                continue
+            yield Lack(*at, Reason.TIER_DOWN if at in self.unsaid else _UNKNOWN[outcome])
 
 
 class Searches:
@@ -91,7 +121,9 @@ class Searches:
     def ask_tier(
         self, search: Search, *, max_wait_s: float, found: Callable[[Reach], None], gone: Callable[[], None]
     ) -> None:
-        """Ask for what could lead further than memory does. ``found`` is called once, in time.
+        """Ask for what could lead further than memory does, keepers for what the tier has not.
+
+        ``found`` is called once, in time.
 
         gone: called instead when the connection is lost before.
         """
@@ -102,19 +134,14 @@ class Searches:
         search.found, search.gone = found, gone
         self._pending.setdefault(search.connection, {})[search] = None
         self._chunks[search.connection] += search.prompt_chunks
-        probed = self._questions(search)
-        space = search.space
-        refs = [
-            PartRef(PartKey(space.namespace, search.chunks[position], part), space.part_bytes[part])
-            for position, part in probed
-        ]
-        deadline = search.started + min(max_wait_s, MAX_WAIT_S)
+        search.probed = self._questions(search)
+        search.deadline = search.started + min(max_wait_s, MAX_WAIT_S)
         post = self._state.loop.post
-        search.timer = self._state.loop.at(deadline, partial(self._late, search))
+        search.timer = self._state.loop.at(search.deadline, partial(self._late, search))
         tier.probe(
-            refs,
-            deadline=deadline,
-            done=lambda outcomes: post(partial(self._probed, search, probed, outcomes)),
+            search.refs(search.probed),
+            deadline=search.deadline,
+            done=lambda outcomes: post(partial(self._probed, search, outcomes)),
         )
 
     def disconnected(self, connection: Connection) -> None:
@@ -138,37 +165,64 @@ class Searches:
         return questions
 
     def _late(self, search: Search) -> None:
-        """The wait is over: memory's share is the answer."""
+        """The wait is over: the answer is what is known, memory's share at least."""
         found = self._settle(search)
         if found is not None:
             self._state.counters.failed[Reason.DEADLINE.value] += 1
-            found(replace(self.memory_reach(search), reason=Reason.DEADLINE))
+            known = self.memory_reach(search) if search.known is None else search.known
+            found(replace(known, reason=Reason.DEADLINE))
 
-    def _probed(self, search: Search, probed: Sequence[tuple[int, int]], outcomes: Sequence[Outcome]) -> None:
-        found = self._settle(search)
-        if found is None:
+    def _probed(self, search: Search, outcomes: Sequence[Outcome]) -> None:
+        if not self._waits(search):
             return  # too late, or the engine is gone
-        lacks: Iterable[Lack] = chain(
-            (
-                Lack(position, part, _UNKNOWN[outcome])
-                for (position, part), outcome in zip(probed, outcomes, strict=True)
-                if outcome is not Outcome.OK
-            ),
-            _unprobed(search),
+        search.outcomes = outcomes
+        reached, keepers = self._reach(search), self._state.keepers
+        asked = [] if keepers is None else _deep_questions(search, reached)
+        if keepers is None or not asked:
+            self._tell(search, reached)
+            return
+        search.known = reached
+        post = self._state.loop.post
+        keepers.locate(
+            search.refs(asked),
+            deadline=search.deadline,
+            done=lambda where: post(partial(self._located, search, asked, where)),
         )
+
+    def _located(self, search: Search, asked: Sequence[tuple[int, int]], where: Sequence[Where]) -> None:
+        if not self._waits(search):
+            return
+        for at, place in zip(asked, where, strict=True):
+            if place in TIERS:
+                search.deep[at] = TIERS[place]
+            elif place is not Where.ABSENT:
+                search.unsaid.add(at)
+        self._tell(search, self._reach(search))
+
+    def _reach(self, search: Search) -> Reach:
+        """By what is known of the tier and of what lies behind it."""
+        lacks: Iterable[Lack] = chain(search.lacks(), _unprobed(search))
         if search.space.trailing and search.memory:
             lacks = heapq.merge(lacks, _unasked(search))
-        reached = self._with_evictions(search, reach(search.space, len(search.chunks), lacks))
+        return self._with_evictions(search, reach(search.space, len(search.chunks), lacks))
+
+    def _tell(self, search: Search, reached: Reach) -> None:
+        found = self._settle(search)
+        if found is None:
+            return
         if reached.reason not in _NO_FAILURE:
             self._state.counters.failed[reached.reason.value] += 1
         found(reached)
 
+    def _waits(self, search: Search) -> bool:
+        """Whether somebody still waits for its answer."""
+        return search in self._pending.get(search.connection, {})
+
     def _settle(self, search: Search) -> Callable[[Reach], None] | None:
         """Whom to tell, if somebody still waits; nobody does any more."""
-        waiting = self._pending.get(search.connection, {})
-        if search not in waiting:
+        if not self._waits(search):
             return None
-        del waiting[search]
+        del self._pending[search.connection][search]
         self._chunks[search.connection] -= search.prompt_chunks
         if search.timer is not None:
             search.timer.cancel()
@@ -183,6 +237,21 @@ class Searches:
             space.namespace, search.chunks[lack.position], space.trailing_of(lack.part)
         )
         return replace(reached, reason=Reason.EVICTED) if evicted else reached
+
+
+def _deep_questions(search: Search, reached: Reach) -> list[tuple[int, int]]:
+    """What the tier has not got and a boundary beyond what was reached needs; nothing past a failure."""
+    questions: list[tuple[int, int]] = []
+    end = len(search.chunks)
+    for (position, part), outcome in zip(search.probed, search.outcomes, strict=True):
+        if position >= end:
+            break
+        if outcome is Outcome.MISS:
+            if search.leads_on(position, part, beyond=reached.boundary):
+                questions.append((position, part))
+        elif outcome is not Outcome.OK and not search.space.trailing_of(part):
+            end = position  # whatever it has of the chunks from there on is of no use
+    return questions
 
 
 def _unprobed(search: Search) -> Iterator[Lack]:

@@ -12,6 +12,7 @@ from kvferry.loop import Loop
 from kvferry.node import wire
 from kvferry.node.counters import Counters
 from kvferry.node.explain import ExplainRing
+from kvferry.node.keepers import Keepers
 from kvferry.node.pins import Pins
 from kvferry.node.quota import QuotaTier
 from kvferry.pool.arena import Arena
@@ -113,10 +114,12 @@ class NodeState:
     deadline_cap_s: float
     limits: Limits = Limits()
     quota: QuotaTier | None = None  # the tier, when it is one
+    keepers: Keepers | None = None  # of what lies behind the tier
     counters: Counters = field(default_factory=Counters)
     explain: ExplainRing = field(default_factory=ExplainRing)
     evictions: Evictions = field(default_factory=Evictions)
-    fetch_rate: RateEstimate = field(default_factory=RateEstimate)
+    fetch_rate: RateEstimate = field(default_factory=RateEstimate)  # of the tier
+    deep_rates: dict[wire.Tier, RateEstimate] = field(default_factory=dict[wire.Tier, RateEstimate])
     namespaces: dict[bytes, Namespace] = field(default_factory=dict[bytes, Namespace])
     owners: Iterator[Owner] = field(default_factory=lambda: itertools.count(FIRST_OWNER))
     pins: Pins = field(init=False)
@@ -130,6 +133,19 @@ class NodeState:
         """What the tier behind memory is called in answers and counts."""
         on_disk = self.tier is not None and self.tier.name == wire.Tier.DISK.name.lower()
         return wire.Tier.DISK if on_disk else wire.Tier.VALKEY
+
+    def part_bytes(self, key: PartKey) -> int:
+        """Of a part of a namespace that was attached."""
+        return self.namespaces[key.namespace].part_bytes[key.part]
+
+    def rate(self, tier: wire.Tier) -> RateEstimate:
+        """How fast that tier is, all the way into memory."""
+        return self.fetch_rate if tier is self.behind else self.deep_rates.setdefault(tier, RateEstimate())
+
+    def rates(self) -> dict[str, RateEstimate]:
+        """By name, of the tier and of those that keepers have brought something from."""
+        deep = {tier.name.lower(): rate for tier, rate in self.deep_rates.items()}
+        return {**deep, self.behind.name.lower(): self.fetch_rate}
 
     def note_evictions(self) -> None:
         """After reservations: remember what had to go for them."""

@@ -15,7 +15,7 @@ from msgspec import Meta
 from kvferry.frames import FRAME_LIMIT_BYTES
 from kvferry.identity.names import DIGEST_BYTES, MAX_PART_BYTES, MAX_PARTS, NAMESPACE_BYTES
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME_BYTES = FRAME_LIMIT_BYTES
 MAX_HELLO_BYTES = 16 << 10  # of the first frame: nobody knows yet whose it is
 MAX_TOKEN = 4096
@@ -47,11 +47,12 @@ class Role(enum.StrEnum):
 
 
 class Tier(enum.IntEnum):
-    """Where a chunk was found."""
+    """Where a chunk was found, the quickest first. What keepers have is staged through Valkey."""
 
     MEMORY = 0
     VALKEY = 1
     DISK = 2
+    OBJECTS = 3
 
 
 class Reason(enum.StrEnum):

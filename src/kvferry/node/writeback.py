@@ -16,13 +16,17 @@ MAX_BATCH_PARTS = 256
 
 
 class Unsaved(NamedTuple):
-    """A part to write. offset: where its bytes lie in the pool. position: see ``StoreItem``."""
+    """A part to write. offset: where its bytes lie in the pool. position: see ``StoreItem``.
+
+    likely: that it will be wanted again (``worth``).
+    """
 
     ref: PartRef
     offset: int
     checksums: tuple[bytes, ...]
     position: int = 0
     tries: int = 0
+    likely: bool = False
 
 
 class WriteBack:
