@@ -1,0 +1,112 @@
+"""Parts that wait to be copied: bounded, each once, the most promising first. Pure.
+
+Ranks, best first: what was used again, then what is likely to be; within both heads of prompts before tails,
+since a tail is worth nothing without its head. When it is full, the worst go.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from kvferry.identity.names import PartRef
+
+DEPTHS = 16
+"""Positions count by their powers of two: 0, 1, 2-3, 4-7, ..."""
+RANKS = 2 * DEPTHS
+UNKNOWN_POSITION = 64
+
+
+def rank_of(position: int, *, used: bool) -> int:
+    """0 is best. position: how many chunks of the prompt come before it."""
+    return (0 if used else DEPTHS) + min(position.bit_length(), DEPTHS - 1)
+
+
+def positions_in(refs: Sequence[PartRef]) -> list[int]:
+    """For each part how many other chunks come before its own in the call, where no more is known."""
+    found: list[int] = []
+    for at, ref in enumerate(refs):
+        found.append((found[-1] + (ref.key.chunk != refs[at - 1].key.chunk)) if at else 0)
+    return found
+
+
+class Wanted(NamedTuple):
+    """A part to copy. since: monotonic time of the first wish. tries: how often that failed in passing."""
+
+    ref: PartRef
+    rank: int
+    since: float
+    tries: int = 0
+
+
+class Backlog:
+    """At most so many parts and bytes."""
+
+    def __init__(self, *, max_parts: int, max_bytes: int) -> None:
+        self._max_parts = max_parts
+        self._max_bytes = max_bytes
+        self._ranks: list[OrderedDict[PartRef, Wanted]] = [OrderedDict() for _ in range(RANKS)]
+        self._where: dict[PartRef, int] = {}
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def __contains__(self, ref: PartRef) -> bool:
+        return ref in self._where
+
+    def __iter__(self) -> Iterator[Wanted]:
+        for rank in self._ranks:
+            yield from rank.values()
+
+    def oldest_since(self) -> float | None:
+        """Monotonic time of the oldest wish; None when there is none."""
+        return min((wanted.since for wanted in self), default=None)
+
+    def offer(self, wanted: Wanted) -> list[Wanted]:
+        """Queue it, or take over a better rank; returns what was dropped for it, which may be itself."""
+        ref = wanted.ref
+        known = self._where.get(ref)
+        if known is not None:
+            if wanted.rank < known:
+                earlier = self._leave(ref)
+                self._enter(earlier._replace(rank=wanted.rank))
+            return []
+        self._enter(wanted)
+        dropped: list[Wanted] = []
+        while len(self._where) > self._max_parts or self.nbytes > self._max_bytes:
+            dropped.append(self._leave(self._worst()))
+        return dropped
+
+    def peek(self) -> Wanted | None:
+        """The next."""
+        for rank in self._ranks:
+            if rank:
+                return next(iter(rank.values()))
+        return None
+
+    def take(self, ref: PartRef) -> Wanted:
+        """Out of the queue. KeyError when it is not in it."""
+        return self._leave(ref)
+
+    def discard(self, unwanted: Callable[[PartRef], bool]) -> int:
+        """Take out all of which that holds; how many that were."""
+        going = [ref for ref in self._where if unwanted(ref)]
+        for ref in going:
+            self._leave(ref)
+        return len(going)
+
+    def _worst(self) -> PartRef:
+        for rank in reversed(self._ranks):
+            if rank:
+                return next(reversed(rank))
+        raise KeyError("an empty backlog")
+
+    def _enter(self, wanted: Wanted) -> None:
+        self._ranks[wanted.rank][wanted.ref] = wanted
+        self._where[wanted.ref] = wanted.rank
+        self.nbytes += wanted.ref.nbytes
+
+    def _leave(self, ref: PartRef) -> Wanted:
+        wanted = self._ranks[self._where.pop(ref)].pop(ref)
+        self.nbytes -= ref.nbytes
+        return wanted

@@ -1,0 +1,331 @@
+"""Performs copies: from Valkey to the disk and to objects, from the disk to objects. On the keeper's thread.
+
+A part read from Valkey is written to the disk, and to objects from the same memory where there is room;
+otherwise objects get it later, from the disk.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvferry.identity.names import PartRef
+from kvferry.keeper.backlog import Backlog, positions_in, rank_of
+from kvferry.keeper.below import NOWHERE, Below, Held
+from kvferry.keeper.buffers import Buffer, Buffers, Use
+from kvferry.keeper.keeping import Line, Task
+from kvferry.keeper.limits import Limits
+from kvferry.loop import Loop, Timer
+from kvferry.tiers.contract import FetchItem, FetchResult, Outcome, StoreItem, Tier
+
+TOO_LARGE = "too_large"
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """A part in a buffer. name, checksums: what it is below. writes: tiers that still read the buffer."""
+
+    ref: PartRef
+    buffer: Buffer
+    held: Held = NOWHERE
+    name: PartRef | None = None
+    checksums: tuple[bytes, ...] = ()
+    writes: int = 0
+
+
+class Copies:
+    """keep: the line to the disk; flush: to objects; None where there is no such tier."""
+
+    def __init__(self, *, loop: Loop, valkey: Tier, below: Below, buffers: Buffers, limits: Limits) -> None:
+        self._loop = loop
+        self._valkey = valkey
+        self._below = below
+        self._buffers = buffers
+        self._limits = limits
+        self._timer: Timer | None = None
+        self._closed = False
+        self._keep_line = self._line(limits.copy_share)
+        self._flush_line = self._line(1.0)
+        self.keep = self._keep_line if below.disk is not None else None
+        self.flush = self._flush_line if below.objects is not None else None
+
+    def _line(self, share: float) -> Line:
+        backlog = Backlog(max_parts=self._limits.backlog_parts, max_bytes=self._limits.backlog_bytes)
+        return Line(backlog, batch=self._limits.copy_batch, share=share)
+
+    @property
+    def running(self) -> int:
+        """Parts under way."""
+        return sum(line.running for line in self._lines)
+
+    @property
+    def _lines(self) -> list[Line]:
+        return [line for line in (self.keep, self.flush) if line is not None]
+
+    def stored(self, refs: Sequence[PartRef], positions: Sequence[int], likely: Sequence[bool]) -> None:
+        """Those are in Valkey now. Only what is likely to be wanted again is worth a copy."""
+        for ref, position, wanted in zip(refs, positions, likely, strict=True):
+            if wanted:
+                self._want(ref, rank_of(position, used=False))
+
+    def used(self, refs: Sequence[PartRef], held: Sequence[Held]) -> None:
+        """Those were used, and are held below so."""
+        for ref, where, position in zip(refs, held, positions_in(refs), strict=True):
+            rank = rank_of(position, used=True)
+            if self.keep is not None and where.disk is None:
+                self._want(ref, rank)
+            elif self.flush is not None and where.objects is None:
+                self._want_in(self.flush, ref, rank)
+
+    def forget(self, unwanted: Callable[[PartRef], bool], *, tier: str | None = None) -> None:
+        """Those are being deleted in ``disk``, ``objects`` or both: no copy that is under way survives."""
+        if tier in (None, "disk"):
+            self._keep_line.forget(unwanted)
+        if tier in (None, "objects"):
+            self._flush_line.forget(unwanted)
+
+    def close(self) -> None:
+        """Begin nothing any more."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def pump(self, *, waited_for: bool) -> None:
+        """Begin what may begin now. waited_for: whether requests wait for stages."""
+        if self._closed:
+            return
+        if self.keep is not None:
+            self._begin(self.keep, Use.COPY, self._kept_looked, waited_for=waited_for)
+        if self.flush is not None:
+            self._begin(self.flush, Use.FLUSH, self._flush_looked, waited_for=waited_for)
+        self._sleep()
+
+    def promote(self, ref: PartRef, name: PartRef, buffer: Buffer, checksums: tuple[bytes, ...]) -> bool:
+        """What came from objects goes to the disk too. False: not now, and the buffer stays the caller's."""
+        if self.keep is None or self._closed or not self._buffers.move(buffer, Use.COPY):
+            return False
+        task = self.keep.adopt(ref, rank_of(0, used=True), self._loop.clock())
+        if task is None:
+            return False
+        copy = _Copy(ref, buffer, Held(objects=name), name, checksums)
+        self._write_disk(copy, task)
+        return True
+
+    # ---- wishes
+
+    def _want(self, ref: PartRef, rank: int) -> None:
+        """On the disk first; while that is in trouble also in objects at once."""
+        if self.keep is not None:
+            self._want_in(self.keep, ref, rank)
+        if self.flush is not None and (self.keep is None or self.keep.paused):
+            self._want_in(self.flush, ref, rank)
+
+    def _want_in(self, line: Line, ref: PartRef, rank: int) -> None:
+        if self._buffers.holds(self._below.form.below_bytes(ref)):
+            line.want(ref, rank, self._loop.clock())
+        else:
+            line.counts.failed[TOO_LARGE] += 1
+
+    def _begin(
+        self,
+        line: Line,
+        use: Use,
+        looked: Callable[[Sequence[tuple[Task, _Copy]], Sequence[Held]], None],
+        *,
+        waited_for: bool,
+    ) -> None:
+        copies: list[_Copy] = []
+
+        def reserve(ref: PartRef) -> bool:
+            buffer = self._buffers.take(self._below.form.below_bytes(ref), use)
+            if buffer is not None:
+                copies.append(_Copy(ref, buffer))
+            return buffer is not None
+
+        now = self._loop.clock()
+        tasks = line.take(now, waited_for=waited_for, reserve=reserve)
+        if not tasks:
+            return
+        batch = list(zip(tasks, copies, strict=True))
+        self._below.look(
+            [task.ref for task in tasks],
+            deadline=now + self._limits.ask_s,
+            done=lambda held: self._loop.post(partial(looked, batch, held)),
+            everywhere=True,
+        )
+
+    def _sleep(self) -> None:
+        now = self._loop.clock()
+        times = [due for line in self._lines if (due := line.due_at(now)) is not None]
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.at(min(times), _nothing) if times else None
+
+    # ---- to the disk
+
+    def _kept_looked(self, batch: Sequence[tuple[Task, _Copy]], held: Sequence[Held]) -> None:
+        line, now = self._keep_line, self._loop.clock()
+        reading: list[tuple[Task, _Copy]] = []
+        for (task, copy), where in zip(batch, held, strict=True):
+            copy.held = where
+            if task.removed:
+                line.gone(task, now)
+            elif where.disk is not None:
+                line.was_there(task, now)
+                if self.flush is not None and where.objects is None:
+                    self.flush.want(task.ref, task.wanted.rank, now)
+            else:
+                reading.append((task, copy))
+                continue
+            self._release(copy)
+        self._fetch_valkey(reading, self._kept_read)
+
+    def _kept_read(self, task: Task, copy: _Copy, result: FetchResult) -> None:
+        line, now = self._keep_line, self._loop.clock()
+        line.read(task, now)
+        if not self._came(line, task, copy, result):
+            return
+        self._write_disk(copy, task)
+        if self.flush is not None and copy.held.objects is None:
+            riding = None
+            if self._buffers.move(copy.buffer, Use.FLUSH):
+                riding = self.flush.adopt(task.ref, task.wanted.rank, now)
+            if riding is not None:
+                self._write_objects(copy, riding)
+
+    def _write_disk(self, copy: _Copy, task: Task) -> None:
+        self._write(self._below.disk, copy, self._limits.copy_s, partial(self._on_disk, copy, task))
+
+    def _on_disk(self, copy: _Copy, task: Task, outcome: Outcome) -> None:
+        line, now = self._keep_line, self._loop.clock()
+        self._written(copy)
+        if outcome is Outcome.OK:
+            line.copied(task, now)
+            self._undo(self._below.disk, copy, task)
+        else:
+            line.again(task, outcome.value, now)
+        if self.flush is not None and copy.held.objects is None and not task.removed:
+            self.flush.want(task.ref, task.wanted.rank, now)  # unless it is on its way there
+
+    # ---- to objects
+
+    def _flush_looked(self, batch: Sequence[tuple[Task, _Copy]], held: Sequence[Held]) -> None:
+        line, now = self._flush_line, self._loop.clock()
+        from_valkey: list[tuple[Task, _Copy]] = []
+        from_disk: list[tuple[Task, _Copy]] = []
+        for (task, copy), where in zip(batch, held, strict=True):
+            copy.held = where
+            if task.removed:
+                line.gone(task, now)
+                self._release(copy)
+            elif where.objects is not None:
+                line.was_there(task, now)
+                self._release(copy)
+            else:
+                (from_disk if where.disk is not None else from_valkey).append((task, copy))
+        self._fetch_disk(from_disk)
+        self._fetch_valkey(from_valkey, self._flush_read)
+
+    def _fetch_disk(self, batch: Sequence[tuple[Task, _Copy]]) -> None:
+        disk = self._below.disk
+        items: list[FetchItem] = []
+        for _, copy in batch:
+            if copy.held.disk is not None:
+                items.append(FetchItem(copy.held.disk, copy.buffer.memory[: copy.held.disk.nbytes]))
+        if disk is not None and items:
+            disk.fetch(
+                items,
+                deadline=self._loop.clock() + self._limits.copy_s,
+                done=lambda index, result: self._loop.post(
+                    partial(self._flush_from_disk, *batch[index], result)
+                ),
+            )
+
+    def _flush_from_disk(self, task: Task, copy: _Copy, result: FetchResult) -> None:
+        if result.outcome is not Outcome.OK:  # Valkey may still have it
+            self._fetch_valkey([(task, copy)], self._flush_read)
+            return
+        self._flush_line.read(task, self._loop.clock())
+        copy.name, copy.checksums = copy.held.disk, result.checksums
+        self._write_objects(copy, task)
+
+    def _flush_read(self, task: Task, copy: _Copy, result: FetchResult) -> None:
+        self._flush_line.read(task, self._loop.clock())
+        if self._came(self._flush_line, task, copy, result):
+            self._write_objects(copy, task)
+
+    def _write_objects(self, copy: _Copy, task: Task) -> None:
+        self._write(self._below.objects, copy, self._limits.flush_s, partial(self._in_objects, copy, task))
+
+    def _in_objects(self, copy: _Copy, task: Task, outcome: Outcome) -> None:
+        line, now = self._flush_line, self._loop.clock()
+        self._written(copy)
+        if outcome is Outcome.OK:
+            line.copied(task, now)
+            self._undo(self._below.objects, copy, task)
+        else:
+            line.again(task, outcome.value, now)
+
+    # ---- both
+
+    def _fetch_valkey(
+        self,
+        batch: Sequence[tuple[Task, _Copy]],
+        read: Callable[[Task, _Copy, FetchResult], None],
+    ) -> None:
+        if batch:
+            self._valkey.fetch(
+                [FetchItem(copy.ref, copy.buffer.memory[: copy.ref.nbytes]) for _, copy in batch],
+                deadline=self._loop.clock() + self._limits.copy_s,
+                done=lambda index, result: self._loop.post(partial(read, *batch[index], result)),
+            )
+
+    def _came(self, line: Line, task: Task, copy: _Copy, result: FetchResult) -> bool:
+        """Whether Valkey gave the part and it has a place below; otherwise it ended."""
+        now, outcome = self._loop.clock(), result.outcome
+        if outcome is Outcome.OK and not task.removed:
+            memory = copy.buffer.memory[: self._below.form.below_bytes(copy.ref)]
+            found = self._below.form.down(copy.ref, memory, result.checksums)
+            if found is not None:
+                copy.name, copy.checksums = found
+                return True
+            line.given_up(task, "no_name", now)
+        elif outcome in (Outcome.OK, Outcome.MISS):
+            line.gone(task, now)
+        elif outcome is Outcome.CORRUPT:
+            line.given_up(task, outcome.value, now)
+        else:
+            line.again(task, f"read_{outcome.value}", now)
+        self._release(copy)
+        return False
+
+    def _write(
+        self, tier: Tier | None, copy: _Copy, within_s: float, done: Callable[[Outcome], None]
+    ) -> None:
+        copy.writes += 1
+        if tier is None or copy.name is None:
+            done(Outcome.FAILED)
+            return
+        item = StoreItem(copy.name, copy.buffer.memory[: copy.name.nbytes], copy.checksums)
+        tier.store(
+            [item],
+            deadline=self._loop.clock() + within_s,
+            done=lambda index, outcome: self._loop.post(partial(done, outcome)),
+        )
+
+    def _written(self, copy: _Copy) -> None:
+        copy.writes -= 1
+        if not copy.writes:
+            self._release(copy)
+
+    def _release(self, copy: _Copy) -> None:
+        self._buffers.give(copy.buffer)
+
+    @staticmethod
+    def _undo(tier: Tier | None, copy: _Copy, task: Task) -> None:
+        """It was deleted while it was being written."""
+        if task.removed and tier is not None and copy.name is not None:
+            tier.remove([copy.name])
+
+
+def _nothing() -> None:
+    """A timer that only wakes the loop: its turn ends with a look at what may begin."""

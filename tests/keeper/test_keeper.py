@@ -1,0 +1,100 @@
+"""A keeper over tiers in memory: what goes down, what comes back, and what is told of it."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from tests.keeper.rig import Rig, contents, fill, holds, prompt, rigged
+
+from kvferry.keeper.wire import Where
+from kvferry.testing.expectations import eventually
+from kvferry.tiers.contract import Outcome
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with rigged() as made:
+        yield made
+
+
+def test_what_is_likely_to_be_wanted_goes_to_the_disk_and_to_objects(rig: Rig) -> None:
+    refs = prompt("a", 20)
+    rig.tell_stored(refs)
+    rig.idle()
+    assert holds(rig.disk, refs)
+    assert holds(rig.objects, refs)
+
+
+def test_what_was_only_stored_goes_nowhere_until_it_is_used(rig: Rig) -> None:
+    refs = prompt("a", 6)
+    rig.tell_stored(refs, likely=False)
+    rig.idle()
+    assert not rig.disk.parts
+    assert not rig.objects.parts
+    rig.keeper.used(refs[:3])
+    eventually(lambda: len(rig.objects.parts) == len(rig.disk.parts) == 3, "a copy of what was used")
+    rig.idle()
+    assert set(rig.disk.parts) == set(rig.objects.parts) == {ref.key for ref in refs[:3]}
+
+
+def test_what_left_valkey_comes_back_from_the_disk(rig: Rig) -> None:
+    refs = prompt("a", 30)
+    fill(rig.disk, refs)
+    assert rig.locate(refs) == [Where.DISK] * 30
+    assert rig.stage(refs) == [Outcome.OK] * 30
+    assert holds(rig.valkey, refs)
+
+
+def test_what_only_objects_hold_comes_back_and_is_put_on_the_disk_too(rig: Rig) -> None:
+    refs = prompt("a", 30)
+    fill(rig.objects, refs)
+    assert rig.locate(refs) == [Where.OBJECTS] * 30
+    assert rig.stage(refs) == [Outcome.OK] * 30
+    assert holds(rig.valkey, refs)
+    rig.idle()
+    assert holds(rig.disk, refs)
+    assert rig.locate(refs) == [Where.DISK] * 30
+
+
+def test_what_nobody_has_is_a_miss(rig: Rig) -> None:
+    refs = prompt("a", 4)
+    fill(rig.disk, refs[1:2])
+    assert rig.locate(refs) == [Where.ABSENT, Where.DISK, Where.ABSENT, Where.ABSENT]
+    assert rig.stage(refs) == [Outcome.MISS, Outcome.OK, Outcome.MISS, Outcome.MISS]
+    assert rig.locate([]) == []
+    assert rig.stage([]) == []
+
+
+@pytest.mark.parametrize("lower", ["disk", "objects"])
+def test_one_lower_tier_is_enough(lower: str) -> None:
+    refs = prompt("a", 8)
+    with rigged(disk=lower == "disk", objects=lower == "objects") as rig:
+        rig.tell_stored(refs)
+        rig.idle()
+        assert holds(getattr(rig, lower), refs)
+        rig.valkey.parts.clear()
+        assert rig.stage(refs) == [Outcome.OK] * 8
+        assert holds(rig.valkey, refs)
+
+
+def test_what_is_removed_is_gone_from_every_tier(rig: Rig) -> None:
+    refs = prompt("a", 8)
+    rig.tell_stored(refs)
+    rig.idle()
+    gone = threading.Event()
+    rig.keeper.remove(refs[:3], done=gone.set)
+    assert gone.wait(30)
+    left = {ref.key for ref in refs[3:]}
+    assert set(rig.valkey.parts) == set(rig.disk.parts) == set(rig.objects.parts) == left
+    assert rig.locate(refs[:4]) == [Where.ABSENT] * 3 + [Where.DISK]
+
+
+def test_the_most_reused_come_first(rig: Rig) -> None:
+    often, once = prompt("often", 3), prompt("once", 3)
+    rig.keeper.used(often)
+    rig.keeper.used(once)
+    rig.keeper.used(often)
+    found = rig.keeper.most_reused(within_s=3600, max_bytes=4 * often[0].nbytes, namespace=None)
+    assert found == [*often, once[0]]
+    assert rig.keeper.most_reused(within_s=3600, max_bytes=1 << 30, namespace=b"o" * 16) == []
+    assert bytes(contents(often[0])) != bytes(contents(once[0]))
