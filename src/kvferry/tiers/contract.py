@@ -9,7 +9,7 @@ caller reuse it. That holds for cancelled and late items too.
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvferry.identity.names import PartRef
 
@@ -134,6 +134,7 @@ class Tier(Protocol):
         """End all work (remaining items finish as LATE), join threads, close sockets. Idempotent."""
 
 
+@runtime_checkable
 class Droppable(Protocol):
     """A tier that can forget many parts without being told their names."""
 
