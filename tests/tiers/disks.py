@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,8 @@ from kvferry.testing.tier_calls import fetch_all, some_bytes, some_ref, store_al
 from kvferry.testing.tier_contract import Damage
 from kvferry.tiers.disk.files import Buffers, SegmentFiles
 from kvferry.tiers.disk.format import head_bytes, pack_head, read_preamble, record_bytes, verify_head
-from kvferry.tiers.disk.segments import Place
+from kvferry.tiers.disk.places import Place, State
+from kvferry.tiers.disk.segments import SegmentLog
 from kvferry.tiers.disk.settings import DiskSettings
 from kvferry.tiers.disk.tier import DiskTier
 
@@ -80,10 +82,12 @@ class DiskStore:
     def __init__(self, settings: DiskSettings) -> None:
         self.settings = settings
         self.troubles = Troubles()
+        self.later_s = 0.0  # how far its clock is ahead
         self._opened: list[DiskTier] = []
 
     def open(self) -> DiskTier:
-        self._opened.append(DiskTier.open(self.settings, open_files=self._open_files))
+        wall = lambda: time.time() + self.later_s  # noqa: E731
+        self._opened.append(DiskTier.open(self.settings, open_files=self._open_files, wall=wall))
         return self._opened[-1]
 
     @contextmanager
@@ -148,3 +152,22 @@ def found_right(tier: DiskTier, ref: PartRef, seed: int) -> bool:
         return False
     expect(memory == some_bytes(ref.nbytes, seed), "other bytes came back")
     return True
+
+
+def check(log: SegmentLog) -> None:
+    """AssertionError when the books of a log do not agree."""
+    segments = log._segments
+    listed = {ref: segment.number for segment in segments.values() for ref in segment.refs}
+    held = {ref: record.place.segment for ref, record in log.records.items()}
+    expect(listed == held, "records and segments disagree")
+    for ref, record in log.records.items():
+        segment = segments[record.place.segment]
+        right = segment.state in (State.ACTIVE, State.SEALED) and log._holds(record.place)
+        expect(right, f"{ref} lies in a segment that is {segment.state.value}")
+        end = record.place.offset + record_bytes(ref.nbytes)
+        expect(end <= segment.end, f"{ref} lies beyond its segment's end")
+    expect(all(s.end <= log.segment_bytes for s in segments.values()), "a segment is longer than it may be")
+    expect(len(segments) <= log.max_segments, "there are too many segments")
+    leaving = {n for n, s in segments.items() if s.state in (State.LEAVING, State.ERASING)}
+    expect(leaving == log._leaving, "segments and their states disagree")
+    expect(len(log.records) <= log.max_parts, "there are too many parts")

@@ -1,4 +1,4 @@
-"""Encrypted values kept by one without a key: they come back as they were, and only their readers open them."""
+"""Encrypted values kept by one without a key: they come back as they were, and only readers open them."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack

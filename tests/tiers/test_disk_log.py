@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.tiers.disks import check
 
 from kvferry.errors import CorruptError
 from kvferry.identity.names import PartKey, PartRef
@@ -25,6 +26,7 @@ from kvferry.tiers.disk.books import Books
 from kvferry.tiers.disk.files import Buffers, SegmentFiles, aligned_memory
 from kvferry.tiers.disk.format import (
     BLOCK_BYTES,
+    Mark,
     Preamble,
     SegmentHead,
     next_link,
@@ -37,7 +39,8 @@ from kvferry.tiers.disk.format import (
 from kvferry.tiers.disk.opening import open_log
 from kvferry.tiers.disk.records import RecordIO
 from kvferry.tiers.disk.recovery import scan, without_torn
-from kvferry.tiers.disk.segments import Lack, Place, SegmentLog
+from kvferry.tiers.disk.places import Lack, Place
+from kvferry.tiers.disk.segments import SegmentLog
 from kvferry.tiers.disk.settings import DiskSettings
 from kvferry.tiers.disk.threads import Janitor
 from kvferry.tiers.disk.tier import DiskTier
@@ -144,13 +147,13 @@ class Disk:
         """The disk refused after half of it."""
         place = self.log.reserve(REFS[n])
         if not isinstance(place, Lack):
-            self.log.abandon(place)
+            self.log.abandon(place, again=False)
         self.settle()
 
     def remove(self, n: int) -> None:
         _, places = self.log.remove(REFS[n])
         for place in places:
-            self.records.mark_removed(place)
+            self.records.mark(place, Mark.REMOVED)
             self.log.unpin(place)
 
     def fetch(self, n: int) -> bool:
@@ -188,7 +191,7 @@ def test_a_part_is_found_with_its_own_bytes_or_not_at_all(operations: list[tuple
     disk, stored = Disk.empty(), set[int]()
     for what, n in operations:
         getattr(disk, what)(n)
-        disk.log.check()
+        check(disk.log)
         assert disk.log.pinned == 0
         assert len(disk.files.segments) <= SEGMENTS
         if what == "store":
@@ -218,7 +221,7 @@ def test_after_an_end_at_any_byte_the_log_is_what_it_was_between_two_operations(
     before = max(i for i, end in enumerate(ends) if end <= crash)
     after = min(before + 1, len(ends) - 1)
     again = Disk.recovered(disk.files.after_a_crash(crash))
-    again.log.check()
+    check(again.log)
     assert held[before] & held[after] <= again.held(), "lost"
     assert again.held() <= held[before] | held[after], (
         "there without having been stored, or after its removal"
@@ -228,7 +231,7 @@ def test_after_an_end_at_any_byte_the_log_is_what_it_was_between_two_operations(
     for n in data.draw(st.lists(st.integers(0, 11), max_size=10)):
         again.store(n)
         assert again.fetch(n)
-        again.log.check()
+        check(again.log)
 
 
 @given(st.lists(st.integers(0, 11), max_size=40), st.integers(0, 2**32))
@@ -242,7 +245,7 @@ def test_after_gaps_and_noise_only_right_bytes_are_found(stores: list[int], seed
         at = noise.randrange(1, SEGMENT_BYTES // BLOCK_BYTES) * BLOCK_BYTES
         segment[at : at + BLOCK_BYTES] = noise.randbytes(BLOCK_BYTES)
     again = Disk.recovered(disk.files)
-    again.log.check()
+    check(again.log)
     for n, ref in enumerate(REFS):
         place = again.log.pin(ref)
         if place is not None:
@@ -296,10 +299,10 @@ def test_the_layout_is_as_specified() -> None:
     ref = PartRef(PartKey(bytes(range(16)), bytes(range(32)), 7), 300_000)
     link = next_link(5, generation=3, offset=4096, ref=ref)
     block = pack_segment(SegmentHead(1 << 24, 3, 5))
-    head = pack_head(Preamble(ref, 3, link, removed=False), [bytes([n]) * 16 for n in range(2)])
+    head = pack_head(Preamble(ref, 3, link, 1_700_000_000.123), [bytes([n]) * 16 for n in range(2)])
     assert link == 16788454024925663726
-    assert sha256(block).hexdigest()[:32] == "1dc217dfa4a22a4f86e0b2a0bbf78785"
-    assert sha256(head).hexdigest()[:32] == "801d8f181947be0cd8e5f7de4f935c35"
+    assert sha256(block).hexdigest()[:32] == "9ae010eac12961acecd4cf1761928787"
+    assert sha256(head).hexdigest()[:32] == "2de51ffe28d5fd459ec7a375b046bf14"
     assert (len(block), len(head)) == (BLOCK_BYTES, BLOCK_BYTES)
 
 
@@ -308,8 +311,8 @@ def test_the_layout_is_as_specified() -> None:
 def test_noise_is_no_record_and_a_flipped_bit_is_noticed(noise: bytes, at: int, bit: int) -> None:
     assert read_segment(noise) is None
     assert read_preamble(noise) is None
-    preamble = bytearray(pack_preamble(Preamble(REFS[0], 1, 2, removed=False)))
-    preamble[at % 92] ^= 1 << bit
+    preamble = bytearray(pack_preamble(Preamble(REFS[0], 1, 2, 3.0)))
+    preamble[at % 100] ^= 1 << bit
     assert read_preamble(preamble) is None
 
 
@@ -347,8 +350,8 @@ def test_whatever_callers_do_at_a_time_an_answer_is_a_miss_or_the_exact_bytes(tm
         assert sum(callers.map(call, range(4)))
     assert set(tier.statistics().failed) <= {"late"}
     tier.close()
-    tier._books.log.check()
-    assert tier._books.log.pinned == sum(len(removal.places) for removal in tier._books.removals)
+    check(tier._books.log)
+    assert tier._books.log.pinned == tier._books.marks.places
     files = SegmentFiles.open(small.directory)
     again = open_log(files, small)
     files.close()

@@ -18,9 +18,11 @@ from functools import partial
 from kvferry.tiers.breaker import FAILURE, SILENCE, Breaker
 from kvferry.tiers.contract import Outcome
 from kvferry.tiers.disk.format import record_bytes
-from kvferry.tiers.disk.segments import Lack, Place, Reservation, SegmentLog
+from kvferry.tiers.disk.marks import Marks
+from kvferry.tiers.disk.places import Lack, Place, Reservation
+from kvferry.tiers.disk.segments import SegmentLog
 from kvferry.tiers.disk.settings import DiskSettings
-from kvferry.tiers.disk.work import Item, Removal, Report, WorkQueue
+from kvferry.tiers.disk.work import Drop, Item, Removal, Report, WorkQueue
 
 MAX_READ_FAILURES = 3
 """A record that cannot be read so often is given up: its place on the disk may be bad."""
@@ -38,6 +40,7 @@ class Cause(enum.Enum):
     QUEUE_FULL = "queue_full"
     DISK_FULL = "disk_full"
     TOO_LARGE = "too_large"  # for a segment
+    NO_PART = "no_part"  # of a size that no part has
     CORRUPT = "corrupt_record"
     READ_ONLY = "read_only"
     IO_ERROR = "io_error"
@@ -54,6 +57,22 @@ class Counts:
     written_bytes: int = 0
     carried_bytes: int = 0
     evicted_parts: int = 0
+
+
+class Hand(enum.Enum):
+    """Which of the tier's threads moves something."""
+
+    READER = "reader"
+    WRITER = "writer"
+    JANITOR = "janitor"
+
+
+@dataclass(slots=True)
+class Move:
+    """ready: when a slow disk would be; infinite: it is known to hang."""
+
+    hand: Hand
+    ready: float
 
 
 def is_full(error: OSError) -> bool:
@@ -74,8 +93,8 @@ class Books:
         self.clock = threading.Condition(self.lock)
         self.reads = WorkQueue(settings.queued_items)
         self.writes = WorkQueue(settings.queued_items)
-        self.removals: deque[Removal] = deque()
         self.told: deque[Report] = deque()
+        self.marks = Marks(log, self.tell)
         self.breaker = Breaker()
         self.counts = Counts()
         self.closed = False
@@ -85,7 +104,7 @@ class Books:
         self.inflight_bytes = 0
         self.last_error = ""
         self.clock_until = math.inf  # when the clock thread looks next
-        self._moving: dict[int, float] = {}  # thread -> when a slow disk would be ready
+        self._moving: dict[int, Move] = {}  # by thread
 
     # -- what callers ask ----------------------------------------------------------------------------
 
@@ -99,9 +118,7 @@ class Books:
 
     def queue(self, item: Item) -> None:
         """Under the lock. It is read or written, or ended by its deadline."""
-        self.inflight_bytes += item.ref.nbytes
-        if not (self.writes if item.write else self.reads).put(item):
-            self.tell(self.ending(item, Outcome.REFUSED, Cause.QUEUE_FULL))
+        (self.writes if item.write else self.reads).put(item)
         if item.operation.deadline < self.clock_until:
             self.clock.notify()
         (self.writers if item.write else self.readers).notify()
@@ -131,7 +148,7 @@ class Books:
                 place = self.log.pin(item.ref)
                 if place is not None:
                     self.log.use(item.ref)
-                    self._begin(item.ref.nbytes)
+                    self._begin(item.ref.nbytes, Hand.READER)
                     return item, place
                 self.tell(self.ending(item, Outcome.MISS))
             return None
@@ -142,7 +159,7 @@ class Books:
             while not self.closed:
                 found = self._next_write()
                 if found is not None:
-                    self._begin(found[0].ref.nbytes)
+                    self._begin(found[0].ref.nbytes, Hand.WRITER)
                     return found
                 self.writers.wait()
             return None
@@ -153,7 +170,7 @@ class Books:
         """found: its checksums; None: it is corrupt, or an error says why it could not be read."""
         with self.lock:
             self._end()
-            self.log.unpin(place)
+            self.unpin(place)
             if found is not None:
                 self._went_well()
                 return self.ending(item, Outcome.OK, checksums=found)
@@ -179,7 +196,7 @@ class Books:
                 self.counts.written_bytes += record_bytes(item.ref.nbytes)
                 self.committed(reservation)
                 return self.ending(item, Outcome.OK)
-            self.log.abandon(reservation)
+            self.log.abandon(reservation, again=is_full(error))
             self.writers.notify_all()
             self.janitor.notify()
             if is_full(error):
@@ -193,12 +210,24 @@ class Books:
         """Under the lock."""
         marks = self.log.commit(reservation)
         if marks:
-            self.mark(Removal(marks, (), time.monotonic(), None))
+            self.mark(Removal(marks, time.monotonic(), None))
         self.writers.notify_all()  # one may wait for this very part
 
     def mark(self, removal: Removal) -> None:
         """Write down what was removed. Under the lock."""
-        self.removals.append(removal)
+        self.marks.add(removal)
+        self.janitor.notify()
+        self.clock.notify()
+
+    def segments(self) -> list[int]:
+        """Those that hold parts."""
+        with self.lock:
+            return self.log.in_use
+
+    def drop(self, drop: Drop) -> None:
+        """Its parts are gone. It is done when what they lay in is erased, and marked. Under the lock."""
+        drop.erasing = self.log.leaving
+        self.marks.add_drop(drop)
         self.janitor.notify()
         self.clock.notify()
 
@@ -206,12 +235,18 @@ class Books:
         """Under the lock."""
         _, places = self.log.remove(item.ref)
         if places:
-            self.mark(Removal(places, (), time.monotonic(), None))
+            self.mark(Removal(places, time.monotonic(), None))
+
+    def unpin(self, place: Place) -> None:
+        """Under the lock."""
+        self.log.unpin(place)
+        if self.log.leaving:
+            self.janitor.notify()
 
     # -- how the disk does -----------------------------------------------------------------------------
 
-    def _begin(self, nbytes: int) -> None:
-        self._moving[threading.get_ident()] = time.monotonic() + nbytes / SLOW_BYTES_PER_S
+    def _begin(self, nbytes: int, hand: Hand) -> None:
+        self._moving[threading.get_ident()] = Move(hand, time.monotonic() + nbytes / SLOW_BYTES_PER_S)
 
     def _end(self) -> None:
         self._moving.pop(threading.get_ident(), None)
@@ -220,7 +255,7 @@ class Books:
     def watch(self, nbytes: int) -> Iterator[None]:
         """Around other reads and writes of a thread: one that takes too long is noticed."""
         with self.lock:
-            self._begin(nbytes)
+            self._begin(nbytes, Hand.JANITOR)
         try:
             yield
         finally:
@@ -229,10 +264,16 @@ class Books:
 
     def stalled(self, now: float) -> bool:
         """Whether a read or write has become slower than any of a disk that is well. Under the lock."""
-        slow = [thread for thread, ready in self._moving.items() if now - ready > self.settings.stall_s]
-        for thread in slow:
-            self._moving[thread] = math.inf  # told once
+        slow = [move for move in self._moving.values() if now - move.ready > self.settings.stall_s]
+        for move in slow:
+            move.ready = math.inf  # told once
         return bool(slow)
+
+    def hangs(self) -> bool:
+        """Whether all that read, or all that write, are known to wait in vain: a disk of which a block can
+        be read and written is of no use then. Under the lock."""
+        waiting = Counter(move.hand for move in self._moving.values() if move.ready == math.inf)
+        return waiting[Hand.READER] >= self.settings.readers or waiting[Hand.WRITER] >= self.settings.writers
 
     def _went_well(self) -> None:
         if not self.breaker.is_open:
@@ -271,16 +312,12 @@ class Books:
         """Of what waited in vain. Under the lock."""
         items = self.reads.take_over(now) + self.writes.take_over(now)
         reports = [self.ending(item, Outcome.LATE, Cause.LATE) for item in items]
-        return reports + [
-            partial(removal.end, Outcome.LATE)
-            for removal in self.removals
-            if removal.done is not None and now >= removal.deadline
-        ]
+        return reports + self.marks.overdue(now)
 
     def next_due(self, now: float) -> float:
         """When the clock thread looks again: at the next deadline, and often while the disk is at work.
         Under the lock."""
-        dues = [removal.deadline for removal in self.removals if removal.done is not None]
+        dues = [self.marks.next_deadline()]
         dues += [self.reads.next_deadline(), self.writes.next_deadline()]
         if self.reads or self.writes or self._moving:
             dues.append(now + self.settings.stall_s / 2)

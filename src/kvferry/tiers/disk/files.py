@@ -91,6 +91,19 @@ class SegmentFiles:
                     found[int(match[1])] = entry.stat(follow_symlinks=False).st_size
         return found
 
+    def first_block(self, number: int) -> bytes:
+        """Of a segment that is there, as far as it can be read."""
+        try:
+            file = os.open(self._path(number), os.O_RDONLY | _OURS)
+        except OSError:
+            return b""
+        try:
+            return os.pread(file, BLOCK_BYTES, 0)
+        except OSError:
+            return b""
+        finally:
+            os.close(file)
+
     def attach(self, number: int) -> None:
         """Open a segment that is there. Raises OSError."""
         self._files[number] = self._open(self._path(number), os.O_RDWR)
@@ -98,7 +111,12 @@ class SegmentFiles:
     def allocate(self, number: int, nbytes: int) -> None:
         """Make a segment with all its bytes, or none. Raises OSError (ENOSPC)."""
         path = self._path(number)
-        plain = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _OURS, 0o600)
+        making = os.O_RDWR | os.O_CREAT | os.O_EXCL | _OURS
+        try:
+            plain = os.open(path, making, 0o600)
+        except FileExistsError:  # one that could not be removed before
+            os.unlink(path)
+            plain = os.open(path, making, 0o600)
         try:
             os.posix_fallocate(plain, 0, nbytes)
             self._files[number] = self._open(path, os.O_RDWR)

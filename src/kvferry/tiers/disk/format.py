@@ -8,6 +8,7 @@ of the link before it and of its own name, size and place. What an older generat
 torn write, is not linked to what is before it, so a scan ends there. Integers are little-endian.
 """
 
+import enum
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
@@ -21,18 +22,25 @@ from kvferry.identity.names import MAX_PART_BYTES, MAX_PARTS, PartKey, PartRef
 from kvferry.identity.stripes import HEADER_BYTES, stripe_plan
 
 BLOCK_BYTES = 4096
-VERSION = 1
+VERSION = 2
 FIRST_RECORD = BLOCK_BYTES
 
 _SEGMENT_MAGIC = b"kvsg"
 _RECORD_MAGIC = b"kvrc"
 # magic, version, unused, segment bytes, generation, seed
 _SEGMENT = struct.Struct("<4sHHQQQ")
-# magic, version, flags, part, part bytes, generation, namespace, chunk, link
-_PREAMBLE = struct.Struct("<4sHHIQQ16s32sQ")
+# magic, version, flags, part, part bytes, generation, namespace, chunk, link, used at
+_PREAMBLE = struct.Struct("<4sHHIQQ16s32sQQ")
 _CHECK = struct.Struct("<Q")
 _LINK = struct.Struct("<QQQIQ16s32s")
-_REMOVED = 1
+
+
+class Mark(enum.IntEnum):
+    """What was written into a record later on."""
+
+    WHOLE = 0
+    REMOVED = 1  # and with it whatever was stored of its part before
+    VOID = 2  # it was never written to its end: it says nothing of its part
 
 
 class SegmentHead(NamedTuple):
@@ -44,12 +52,19 @@ class SegmentHead(NamedTuple):
 
 
 class Preamble(NamedTuple):
-    """Of a record: whose part it is. removed: its bytes must not be used any more."""
+    """Of a record: whose part it is. used_at: unix seconds, when it was stored, or used before it was copied.
+
+    mark: whether its bytes may be used.
+    """
 
     ref: PartRef
     generation: int
     link: int
-    removed: bool
+    used_at: float
+    mark: Mark = Mark.WHOLE
+
+
+_MARKS = frozenset(Mark)
 
 
 def padded(nbytes: int) -> int:
@@ -91,17 +106,17 @@ def read_segment(block: bytes | memoryview) -> SegmentHead | None:
 def pack_preamble(preamble: Preamble) -> bytes:
     """HEADER_BYTES bytes."""
     key, nbytes = preamble.ref
-    flags = _REMOVED if preamble.removed else 0
     fields = _PREAMBLE.pack(
         _RECORD_MAGIC,
         VERSION,
-        flags,
+        preamble.mark,
         key.part,
         nbytes,
         preamble.generation,
         key.namespace,
         key.chunk,
         preamble.link,
+        int(preamble.used_at * 1000),
     )
     return (fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))).ljust(HEADER_BYTES, b"\0")
 
@@ -111,12 +126,13 @@ def read_preamble(head: bytes | memoryview) -> Preamble | None:
     fields = _checked(_PREAMBLE, bytes(head[:HEADER_BYTES]))
     if fields is None:
         return None
-    magic, version, flags, part, nbytes, generation, namespace, chunk, link = fields
+    magic, version, mark, part, nbytes, generation, namespace, chunk, link, used_ms = fields
     if (magic, version) != (_RECORD_MAGIC, VERSION) or part >= MAX_PARTS or not 1 <= nbytes <= MAX_PART_BYTES:
         return None
-    return Preamble(
-        PartRef(PartKey(namespace, chunk, part), nbytes), generation, link, bool(flags & _REMOVED)
-    )
+    if mark not in _MARKS:
+        return None
+    ref = PartRef(PartKey(namespace, chunk, part), nbytes)
+    return Preamble(ref, generation, link, used_ms / 1000, Mark(mark))
 
 
 def pack_head(preamble: Preamble, checksums: Sequence[bytes]) -> bytes:
@@ -133,7 +149,7 @@ def pack_head(preamble: Preamble, checksums: Sequence[bytes]) -> bytes:
 def verify_head(head: memoryview, ref: PartRef) -> tuple[bytes, ...]:
     """The checksum of each stripe, if ``head`` precedes exactly this part. Raises CorruptError."""
     preamble = read_preamble(head)
-    if preamble is None or preamble.ref != ref or preamble.removed:
+    if preamble is None or preamble.ref != ref or preamble.mark is not Mark.WHOLE:
         raise CorruptError("stored record: its preamble is not that of this part")
     return tuple(
         verify_header(

@@ -16,6 +16,7 @@ from kvferry.tiers.disk.address import address_of
 from kvferry.tiers.disk.files import Buffers, aligned_memory
 from kvferry.tiers.disk.format import (
     BLOCK_BYTES,
+    Mark,
     Preamble,
     head_bytes,
     pack_head,
@@ -24,7 +25,7 @@ from kvferry.tiers.disk.format import (
     read_preamble,
     verify_head,
 )
-from kvferry.tiers.disk.segments import Place, Reservation
+from kvferry.tiers.disk.places import Place, Reservation
 
 KEPT_BUFFER_BYTES = 32 << 20
 """A larger buffer is given back at once."""
@@ -84,16 +85,23 @@ class RecordIO:
         data = self._whole_buffer(padded(ref.nbytes))[: ref.nbytes]
         return data, self.read(place, ref, data)
 
-    def mark_removed(self, place: Place) -> None:
+    def mark(self, place: Place, mark: Mark) -> None:
         """So that it is not found again after a restart. Its bytes stay until they are written over."""
         block = self._head[:BLOCK_BYTES]
         if self._files.read(place.segment, [block], place.offset) != BLOCK_BYTES:
             return
         found = read_preamble(block)
         if found is not None and found.generation == place.generation:
-            preamble = Preamble(found.ref, found.generation, found.link, removed=True)
-            block[:] = pack_preamble(preamble).ljust(BLOCK_BYTES, b"\0")
-            _move(self._files.write, place, [block])
+            self._write_preamble(place, found._replace(mark=mark))
+
+    def write_void(self, reservation: Reservation) -> None:
+        """In place of a record that could not be written: what follows it is found after a restart."""
+        self._write_preamble(reservation.place, reservation.preamble._replace(mark=Mark.VOID))
+
+    def _write_preamble(self, place: Place, preamble: Preamble) -> None:
+        block = self._head[:BLOCK_BYTES]
+        block[:] = pack_preamble(preamble).ljust(BLOCK_BYTES, b"\0")
+        _move(self._files.write, place, [block])
 
     def write_block(self, segment: int, block: bytes) -> None:
         """The first of a segment."""

@@ -5,13 +5,14 @@ from collections.abc import Callable
 from kvferry.identity.names import PartRef
 from kvferry.tiers.disk.format import (
     FIRST_RECORD,
+    Mark,
     Preamble,
     next_link,
     read_preamble,
     read_segment,
     record_bytes,
 )
-from kvferry.tiers.disk.segments import Scanned
+from kvferry.tiers.disk.places import Scanned
 
 Read = Callable[[int], memoryview]
 """offset -> the block there, less of it where the file ends."""
@@ -39,13 +40,13 @@ def scan(number: int, read: Read, *, segment_bytes: int) -> Scanned | None:
 
 
 def without_torn(scanned: Scanned, is_whole: Callable[[PartRef, int], bool], *, under_way: int) -> Scanned:
-    """Of the segment written last: its last ``under_way`` records may have a head and not all their bytes.
+    """Of a segment written last: its last ``under_way`` records may have a head and not all their bytes.
 
-    Such a record stays where it is, as one that was removed: what follows it may be whole.
+    Such a record is void: what follows it may be whole, and so may what was stored of its part before.
     """
     start = max(0, len(scanned.records) - under_way)
     checked = [
-        (preamble if preamble.removed or is_whole(preamble.ref, at) else preamble._replace(removed=True), at)
+        (preamble if preamble.mark or is_whole(preamble.ref, at) else preamble._replace(mark=Mark.VOID), at)
         for preamble, at in scanned.records[start:]
     ]
     return scanned._replace(records=scanned.records[:start] + checked)

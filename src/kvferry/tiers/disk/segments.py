@@ -1,4 +1,4 @@
-"""Where each part lies and which segment is written next. Pure: no clock, file or thread inside.
+"""Where each part lies and which segment is written next. Pure: no thread or file inside, the clock is given.
 
     FREE ──begin──► ACTIVE ──full, or a write failed──► SEALED ──vacate──► LEAVING ──retire──► ERASING ─┐
      ▲                                                                  (until nobody reads it any more) │
@@ -6,117 +6,54 @@
 
 Segments leave whole, oldest first. What was used since it was written is carried over into the active
 one, the most recently used first, up to a share of a segment. So one segment is kept free where possible.
+A segment whose first block cannot be written is given up after some tries.
 """
 
-import enum
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Iterable
 
 from kvferry.errors import BrokenError
 from kvferry.identity.names import PartRef
-from kvferry.tiers.disk.format import FIRST_RECORD, Preamble, SegmentHead, next_link, record_bytes
+from kvferry.tiers.disk.carrying import CARRIED_SHARE, last_used
+from kvferry.tiers.disk.format import FIRST_RECORD, Mark, Preamble, SegmentHead, next_link, record_bytes
+from kvferry.tiers.disk.places import (
+    Gone,
+    Lack,
+    Place,
+    Record,
+    Reservation,
+    Scanned,
+    Segment,
+    State,
+    Step,
+    StepKind,
+)
+from kvferry.tiers.disk.settings import MAX_PARTS
 
-CARRIED_SHARE = 2
-"""Half a segment at most is carried over, so that each eviction gives room."""
-
-
-class State(enum.Enum):
-    """Of a segment; the diagram is above."""
-
-    FREE = "free"
-    ACTIVE = "active"
-    SEALED = "sealed"
-    LEAVING = "leaving"
-    ERASING = "erasing"
-
-
-class Lack(enum.Enum):
-    """Why a part gets no place."""
-
-    PRESENT = "present"  # it has one
-    WRITING = "writing"  # it is being written
-    NO_ROOM = "no room"  # until the next segment is begun
-    TOO_LARGE = "too large"  # for any segment
-
-
-class Place(NamedTuple):
-    """Of a record: valid as long as the segment has that generation."""
-
-    segment: int
-    generation: int
-    offset: int
-
-
-class Reservation(NamedTuple):
-    """A place that is being written. Its segment is pinned until ``commit`` or ``abandon``."""
-
-    ref: PartRef
-    place: Place
-    link: int
-
-    @property
-    def preamble(self) -> Preamble:
-        return Preamble(self.ref, self.place.generation, self.link, removed=False)
-
-
-@dataclass(slots=True)
-class Record:
-    """used: when it was last, 0: not since it was written. old: where it was carried over from."""
-
-    place: Place
-    used: int = 0
-    failures: int = 0
-    old: Place | None = None
-
-
-class StepKind(enum.Enum):
-    """What is to be done to the files next."""
-
-    ALLOCATE = "allocate"  # a new segment
-    BEGIN = "begin"  # a free one
-    EVICT = "evict"  # the oldest sealed one
-    RETIRE = "retire"  # one that nobody reads any more
-
-
-class Step(NamedTuple):
-    """Answered by ``allocated``, ``begin``, ``vacate`` or ``retired``."""
-
-    kind: StepKind
-    segment: int
-
-
-class Scanned(NamedTuple):
-    """A segment as it was found. records: in order. end: behind the last. link: of the last."""
-
-    number: int
-    head: SegmentHead
-    records: list[tuple[Preamble, int]]
-    end: int
-    link: int
-
-
-@dataclass(slots=True)
-class _Segment:
-    number: int
-    state: State = State.FREE
-    generation: int = 0
-    link: int = 0
-    end: int = FIRST_RECORD
-    pins: int = 0
-    refs: set[PartRef] = field(default_factory=set[PartRef])
+MAX_FIRST_BLOCK_FAILURES = 3
+"""A segment whose first block could not be written so often is given up."""
 
 
 class SegmentLog:
-    """Not thread-safe: the owner holds its lock. max_segments: the hard limit, in segments."""
+    """Not thread-safe: the owner holds its lock. max_segments, max_parts: hard limits. wall: unix seconds."""
 
-    def __init__(self, *, segment_bytes: int, max_segments: int) -> None:
+    def __init__(
+        self,
+        *,
+        segment_bytes: int,
+        max_segments: int,
+        max_parts: int = MAX_PARTS,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
         self.segment_bytes = segment_bytes
         self.max_segments = max_segments
+        self.max_parts = max_parts
         self.may_grow = True
         self.records: dict[PartRef, Record] = {}
-        self._segments: dict[int, _Segment] = {}
-        self._active: _Segment | None = None
+        self._wall = wall
+        self._segments: dict[int, Segment] = {}
+        self._active: Segment | None = None
+        self._leaving: set[int] = set()
         self._writing: set[PartRef] = set()
         self._doomed: set[PartRef] = set()
         self._kept_free = 0  # bytes of the active segment, for what is carried over next
@@ -132,6 +69,7 @@ class SegmentLog:
             return False
         self._clock += 1
         record.used = self._clock
+        record.used_at = self._wall()
         return True
 
     def pin(self, ref: PartRef) -> Place | None:
@@ -158,16 +96,22 @@ class SegmentLog:
 
     def reserve(self, ref: PartRef, *, carried: bool = False) -> Reservation | Lack:
         """A place in the active segment. A part that is carried over has one already, and finds no room
-        without the active one being sealed for it."""
+        without the active one being sealed for it. One that could not be read gets a new one."""
         nbytes = record_bytes(ref.nbytes)
         if nbytes > self.segment_bytes - FIRST_RECORD:
             return Lack.TOO_LARGE
         if ref in self._writing:
             return Lack.WRITING
-        if not carried and self.use(ref):
+        record = self.records.get(ref)
+        if not carried and record is not None and not record.failures:
+            self.use(ref)
             return Lack.PRESENT
         active = self._active
         if active is None:
+            return Lack.NO_ROOM
+        if record is None and self._crowded():
+            if not self._leaving and not self._sealed():
+                self._seal()
             return Lack.NO_ROOM
         room = self.segment_bytes - active.end
         if nbytes > room or (not carried and nbytes > room - self._kept_free):
@@ -176,16 +120,17 @@ class SegmentLog:
             return Lack.NO_ROOM
         if carried:
             self._kept_free = max(0, self._kept_free - nbytes)
-        place = Place(active.number, active.generation, active.end)
-        active.link = next_link(active.link, generation=place.generation, offset=place.offset, ref=ref)
+        used_at = record.used_at if carried and record is not None else self._wall()
+        place, before = Place(active.number, active.generation, active.end), active.link
+        active.link = next_link(before, generation=place.generation, offset=place.offset, ref=ref)
         active.end += nbytes
         active.pins += 1
         self._writing.add(ref)
-        return Reservation(ref, place, active.link)
+        return Reservation(ref, place, active.link, before, used_at)
 
     def commit(self, reservation: Reservation) -> list[Place]:
         """It is written: from now on it is found. Returns what is to be marked removed, pinned."""
-        ref, place, _ = reservation
+        ref, place = reservation.ref, reservation.place
         segment = self._segments[place.segment]
         self._writing.discard(ref)
         if ref in self._doomed:
@@ -197,18 +142,17 @@ class SegmentLog:
         before = self.records.get(ref)
         if before is not None:
             self._segments[before.place.segment].refs.discard(ref)
-        self.records[ref] = Record(place, old=before.place if before is not None else None)
+        old = before.place if before is not None else None
+        self.records[ref] = Record(place, reservation.used_at, old=old)
         segment.refs.add(ref)
         return []
 
-    def abandon(self, reservation: Reservation) -> None:
-        """It could not be written. What would follow it could not be found again: the segment is sealed."""
+    def abandon(self, reservation: Reservation, *, again: bool) -> None:
+        """It could not be written. again: its place can be, when there is room; until that or a mark is
+        written there, what follows it would not be found again. If not, its segment is sealed."""
         self._writing.discard(reservation.ref)
         self._doomed.discard(reservation.ref)
-        segment = self._segments[reservation.place.segment]
-        segment.pins -= 1
-        if segment is self._active:
-            self._seal()
+        self.not_filled(reservation, again=again)
 
     def remove(self, ref: PartRef) -> tuple[bool, list[Place]]:
         """Whether it was there, and where it is to be marked removed; those segments are pinned."""
@@ -218,10 +162,24 @@ class SegmentLog:
         if record is None:
             return False, []
         self._segments[record.place.segment].refs.discard(ref)
-        places = [place for place in (record.place, record.old) if place is not None and self._holds(place)]
-        for place in places:
-            self._segments[place.segment].pins += 1
-        return True, places
+        return True, self._pinned_places(record)
+
+    def drop(self, number: int, wanted: Callable[[PartRef, Record], bool]) -> Gone:
+        """Remove the wanted parts of a segment; it leaves as a whole where they are all there is."""
+        segment = self._segments.get(number, Segment(number))
+        gone = [ref for ref in segment.refs if wanted(ref, self.records[ref])]
+        if not gone:
+            return Gone(0, 0, [])
+        if len(gone) == len(segment.refs) and (segment is not self._active or not segment.pins):
+            self._seal(segment)
+            self._leave(segment)
+        segment.refs.difference_update(gone)
+        places = [place for ref in gone for place in self._pinned_places(self.records.pop(ref))]
+        return Gone(len(gone), sum(ref.nbytes for ref in gone), places)
+
+    def doom(self, namespace: bytes | None) -> None:
+        """What is being written of it (None: of any) is removed as soon as it is written."""
+        self._doomed.update(ref for ref in self._writing if namespace in (None, ref.key.namespace))
 
     # -- segments ----------------------------------------------------------------------------------
 
@@ -233,30 +191,32 @@ class SegmentLog:
         return step
 
     def _next_step(self) -> Step | None:
-        free = next((s for s in self._segments.values() if s.state is State.FREE), None)
-        leaving = [s for s in self._segments.values() if s.state is State.LEAVING]
-        leaving += [s for s in self._segments.values() if s.state is State.ERASING]
-        for segment in leaving:
-            if not segment.pins:
-                return Step(StepKind.RETIRE, segment.number)
+        for number in self._leaving:
+            if not self._segments[number].pins:
+                return Step(StepKind.RETIRE, number)
+        free = [s for s in self._segments.values() if s.state is State.FREE]
         growing = self.may_grow and len(self._segments) < self.max_segments
         if self._active is None:
-            if free is not None:
-                return Step(StepKind.BEGIN, free.number)
+            if free:
+                return Step(StepKind.BEGIN, min(free, key=lambda s: s.failures).number)
             if growing:
                 return Step(StepKind.ALLOCATE, self._unused_number())
-        elif free is not None or growing:
-            return None
-        sealed = [s for s in self._segments.values() if s.state is State.SEALED]
-        if leaving or not sealed:
-            return None
+        elif (free or growing) and not self._crowded():
+            return self._gap_step()
+        sealed = self._sealed()
+        if self._leaving or not sealed:
+            return self._gap_step()
         return Step(StepKind.EVICT, min(sealed, key=lambda s: s.generation).number)
+
+    def _gap_step(self) -> Step | None:
+        number = next((s.number for s in self._segments.values() if s.gaps), None)
+        return Step(StepKind.FILL, number) if number is not None else None
 
     def allocated(self, number: int) -> None:
         """The file is there."""
         if len(self._segments) >= self.max_segments or number in self._segments:
             raise BrokenError(f"segment {number} is one too many")
-        self._segments[number] = _Segment(number)
+        self._segments[number] = Segment(number)
 
     def next_head(self, seed: int) -> SegmentHead:
         """For the next segment that is begun. seed: 64 random bits."""
@@ -268,7 +228,7 @@ class SegmentLog:
         segment = self._segments[number]
         if segment.state is not State.FREE or self._active is not None:
             raise BrokenError(f"segment {number} is {segment.state.value} and cannot be begun")
-        segment.state, segment.generation = State.ACTIVE, head.generation
+        segment.state, segment.generation, segment.failures = State.ACTIVE, head.generation, 0
         segment.link, segment.end = head.seed, FIRST_RECORD
         self._active = segment
         step = self._next_step()
@@ -278,18 +238,14 @@ class SegmentLog:
     def worth_carrying(self, number: int) -> list[PartRef]:
         """What was used since it was written, the last used first. The active segment has room for it, and
         keeps that until ``vacate``."""
-        hot = [(self.records[ref].used, ref) for ref in self._segments[number].refs]
-        hot = sorted((item for item in hot if item[0]), key=lambda item: item[0], reverse=True)
+        refs = self._segments[number].refs
         left = self.segment_bytes - self._active.end if self._active is not None else 0
-        room = min(self.segment_bytes // CARRIED_SHARE, left)
-        chosen: list[PartRef] = []
-        self._kept_free = 0
-        for _, ref in hot:
-            nbytes = record_bytes(ref.nbytes)
-            if self._kept_free + nbytes > room:
-                break
-            self._kept_free += nbytes
-            chosen.append(ref)
+        chosen = last_used(
+            [(ref, self.records[ref]) for ref in refs],
+            room=min(self.segment_bytes // CARRIED_SHARE, left),
+            most=len(refs) // CARRIED_SHARE if self._crowded() else len(refs),
+        )
+        self._kept_free = sum(record_bytes(ref.nbytes) for ref in chosen)
         return chosen
 
     def not_worth_carrying(self, ref: PartRef) -> None:
@@ -308,32 +264,72 @@ class SegmentLog:
         self._kept_free = 0
         gone = len(segment.refs)
         segment.refs.clear()
-        segment.state = State.LEAVING
+        self._leave(segment)
         return gone
 
-    def retire(self, number: int) -> bool:
-        """Its first block is about to be erased. False if it is in use again: a removal is written down."""
+    def retire(self, number: int) -> int | None:
+        """Its first block is about to be erased: returns its generation. None if it is in use again: a
+        removal is written down."""
         segment = self._segments[number]
-        if segment.pins or segment.state not in (State.LEAVING, State.ERASING):
-            return False
+        if segment.pins or number not in self._leaving:
+            return None
         segment.state = State.ERASING
-        return True
+        return segment.generation
 
     def retired(self, number: int) -> None:
         """Its first block is erased."""
         segment = self._segments[number]
         if segment.pins or segment.state is not State.ERASING:
             raise BrokenError(f"segment {number} is in use")
-        segment.state = State.FREE
+        segment.state, segment.failures = State.FREE, 0
+        self._leaving.discard(number)
+
+    def first_block_failed(self, number: int) -> bool:
+        """It could not be written. True: not for the first time, and it is to be given up."""
+        segment = self._segments[number]
+        segment.failures += 1
+        return segment.failures >= MAX_FIRST_BLOCK_FAILURES
+
+    def given_up(self, number: int) -> set[tuple[int, int]]:
+        """Its file is gone, its bytes are not used again. Returns what was erased with it, as ``leaving``."""
+        if self._segments[number].state not in (State.FREE, State.ERASING):
+            raise BrokenError(f"segment {number} is in use")
+        gone = {each for each in self.leaving if each[0] == number}
+        del self._segments[number]
+        self._leaving.discard(number)
+        self.max_segments -= 1
+        return gone
+
+    def gap(self, number: int) -> Reservation | None:
+        """Of a failed write, to be marked void; its segment is pinned until ``filled``."""
+        segment = self._segments[number]
+        if not segment.gaps:
+            return None
+        segment.pins += 1
+        return segment.gaps.pop()
+
+    def filled(self, gap: Reservation) -> None:
+        """The mark is written."""
+        self._segments[gap.place.segment].pins -= 1
+
+    def not_filled(self, gap: Reservation, *, again: bool) -> None:
+        """It could not be. again: it is tried again; else what follows it counts until a restart."""
+        segment = self._segments[gap.place.segment]
+        segment.pins -= 1
+        if not again:
+            self._seal(segment)
+        elif segment.state in (State.ACTIVE, State.SEALED):
+            segment.gaps.append(gap)
+            self._take_back(segment)
 
     # -- recovery ----------------------------------------------------------------------------------
 
-    def restore(self, free: Iterable[int], scanned: Iterable[Scanned]) -> None:
+    def restore(self, free: Iterable[int], scanned: Iterable[Scanned], leaving: Iterable[int] = ()) -> None:
         """What was found at start-up. Of two records of one part the newer counts, also when it says that
-        the part was removed."""
+        the part was removed. leaving: segments that are not to be found again."""
         for number in free:
             self.allocated(number)
-        newest: _Segment | None = None
+        newest: Segment | None = None
         for found in sorted(scanned, key=lambda item: item.head.generation):
             self.allocated(found.number)
             segment = newest = self._segments[found.number]
@@ -344,15 +340,21 @@ class SegmentLog:
                 self._restore_record(segment, preamble, offset)
         if newest is not None:  # where it is full already, the next reservation says so
             newest.state, self._active = State.ACTIVE, newest
+        for number in leaving:
+            self.allocated(number)
+            self._leave(self._segments[number])
 
-    def _restore_record(self, segment: _Segment, preamble: Preamble, offset: int) -> None:
+    def _restore_record(self, segment: Segment, preamble: Preamble, offset: int) -> None:
+        if preamble.mark is Mark.VOID:
+            return
         ref = preamble.ref
         before = self.records.pop(ref, None)
         if before is not None:
             self._segments[before.place.segment].refs.discard(ref)
-        if not preamble.removed:
+        if preamble.mark is Mark.WHOLE:
             old = before.place if before is not None else None
-            self.records[ref] = Record(Place(segment.number, segment.generation, offset), old=old)
+            place = Place(segment.number, segment.generation, offset)
+            self.records[ref] = Record(place, preamble.used_at, old=old)
             segment.refs.add(ref)
 
     # -- for people and tests ----------------------------------------------------------------------
@@ -363,44 +365,74 @@ class SegmentLog:
         return len(self._segments)
 
     @property
+    def in_use(self) -> list[int]:
+        """Segments that hold parts, oldest first."""
+        used = [s for s in self._segments.values() if s.state in (State.ACTIVE, State.SEALED)]
+        return [s.number for s in sorted(used, key=lambda s: s.generation)]
+
+    @property
     def writable(self) -> bool:
         """Whether a segment is being written."""
         return self._active is not None
 
     @property
-    def leaving(self) -> bool:
-        """Whether a segment becomes free as soon as nobody reads it any more."""
-        return any(s.state in (State.LEAVING, State.ERASING) for s in self._segments.values())
+    def keeps_free(self) -> bool:
+        """Whether room is kept for what is carried over next."""
+        return self._kept_free > 0
+
+    @property
+    def leaving(self) -> set[tuple[int, int]]:
+        """Number and generation of what becomes free as soon as nobody reads it any more."""
+        return {(number, self._segments[number].generation) for number in self._leaving}
 
     @property
     def pinned(self) -> int:
         """Reads, writes and marks under way."""
         return sum(segment.pins for segment in self._segments.values())
 
-    def check(self) -> None:
-        """Raises BrokenError when the books do not agree. Slow; for tests."""
-        listed = {ref: s.number for s in self._segments.values() for ref in s.refs}
-        if listed != {ref: record.place.segment for ref, record in self.records.items()}:
-            raise BrokenError("records and segments disagree")
-        for ref, record in self.records.items():
-            segment = self._segments[record.place.segment]
-            if segment.state not in (State.ACTIVE, State.SEALED) or not self._holds(record.place):
-                raise BrokenError(f"{ref} lies in a segment that is {segment.state.value}")
-            if record.place.offset + record_bytes(ref.nbytes) > segment.end:
-                raise BrokenError(f"{ref} lies beyond its segment's end")
-        if any(s.end > self.segment_bytes for s in self._segments.values()):
-            raise BrokenError("a segment is longer than it may be")
-        if len(self._segments) > self.max_segments:
-            raise BrokenError("there are too many segments")
+    def _pinned_places(self, record: Record) -> list[Place]:
+        """Where it is to be marked removed, but for segments that are erased."""
+        places = [place for place in (record.place, record.old) if place is not None and self._holds(place)]
+        places = [place for place in places if place.segment not in self._leaving or place != record.place]
+        for place in places:
+            self._segments[place.segment].pins += 1
+        return places
 
     def _holds(self, place: Place) -> bool:
-        segment = self._segments[place.segment]
-        return segment.generation == place.generation and segment.state not in (State.FREE, State.ERASING)
+        segment = self._segments.get(place.segment)
+        return (
+            segment is not None
+            and segment.generation == place.generation
+            and segment.state not in (State.FREE, State.ERASING)
+        )
 
-    def _seal(self) -> None:
-        if self._active is not None:
-            self._active.state = State.SEALED
+    def _crowded(self) -> bool:
+        return len(self.records) + len(self._writing) >= self.max_parts
+
+    def _sealed(self) -> list[Segment]:
+        return [s for s in self._segments.values() if s.state is State.SEALED]
+
+    def _seal(self, segment: Segment | None = None) -> None:
+        """The active one, unless it is another than that."""
+        active = self._active
+        if active is not None and (segment is None or segment is active):
+            active.state = State.SEALED
             self._active = None
+
+    def _leave(self, segment: Segment) -> None:
+        segment.state = State.LEAVING
+        segment.gaps.clear()
+        self._leaving.add(segment.number)
+
+    def _take_back(self, segment: Segment) -> None:
+        """Gaps at its end are no gaps: the next record goes there."""
+        while True:
+            ends = {gap.place.offset + record_bytes(gap.ref.nbytes): gap for gap in segment.gaps}
+            last = ends.get(segment.end)
+            if last is None:
+                return
+            segment.gaps.remove(last)
+            segment.end, segment.link = last.place.offset, last.before
 
     def _unused_number(self) -> int:
         return next(n for n in range(self.max_segments + len(self._segments) + 1) if n not in self._segments)

@@ -15,6 +15,8 @@ FILE_OVERHEAD_BYTES = 8 * BLOCK_BYTES
 """What a file system takes for a segment beside its bytes: where they are."""
 SMALLEST_SEGMENT_BYTES = 16 << 20
 USUAL_SEGMENT_BYTES = 1 << 30
+MAX_PARTS = 1_000_000
+"""Each takes memory: see docs/decisions/disk-segments.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,8 @@ class DiskSettings:
 
     directory: made if it is missing; this tier alone uses it. size_bytes: its files never take more.
     segment_bytes: of a new directory; None: from the size. readers, writers: threads, each with one record
-    under way. queued_items: waiting reads, and as many writes; more are refused. stall_s: a disk that takes
+    under way. queued_items: waiting reads, and as many writes; while there are more, no other call is taken.
+    max_parts: at most, so that the index stays within memory; older ones leave. stall_s: a disk that takes
     so much longer than a slow one would is not used until it answers again. close_s: so long ``close``
     waits for a disk that does not answer.
     """
@@ -34,6 +37,7 @@ class DiskSettings:
     readers: int = 4
     writers: int = 2
     queued_items: int = 65536
+    max_parts: int = MAX_PARTS
     stall_s: float = 3.0
     close_s: float = 10.0
 

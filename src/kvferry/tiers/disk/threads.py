@@ -13,12 +13,11 @@ from functools import partial
 from kvferry.errors import CorruptError
 from kvferry.identity.names import PartRef
 from kvferry.tiers.breaker import FAILURE, SILENCE
-from kvferry.tiers.contract import Outcome
 from kvferry.tiers.disk.books import FULL_S, Books, is_full
 from kvferry.tiers.disk.files import Buffers, SegmentFiles
-from kvferry.tiers.disk.format import BLOCK_BYTES, pack_segment, record_bytes
+from kvferry.tiers.disk.format import BLOCK_BYTES, Mark, pack_segment, record_bytes
+from kvferry.tiers.disk.places import Place, Reservation, Step, StepKind
 from kvferry.tiers.disk.records import RecordIO
-from kvferry.tiers.disk.segments import Reservation, Step, StepKind
 from kvferry.tiers.disk.work import Removal, Report
 
 log = logging.getLogger("kvferry.tiers.disk")
@@ -100,6 +99,7 @@ class Janitor:
         self._records = RecordIO(_Watched(books, files))
         self._grow_at = 0.0
         self._rest_until = 0.0
+        self._marked = False  # removals had their turn
 
     def run(self) -> None:
         """Until the tier is closed."""
@@ -128,21 +128,24 @@ class Janitor:
                     books.janitor.wait(self._rest_until - now)
                     continue
                 step = self._step(now)
-                if step is not None and (not books.log.writable or not books.removals):
+                marks = books.marks.next()
+                if step is not None and (marks is None or self._marked or not books.log.writable):
+                    self._marked = False
                     return partial(self._do, step)
-                if books.removals:
-                    return partial(self._mark, books.removals[0])
-                waiting = books.log.leaving or not books.log.may_grow
-                books.janitor.wait(0.05 if waiting else None)
+                if marks is not None:
+                    self._marked = True
+                    return partial(self._mark, *marks)
+                books.janitor.wait(None if books.log.may_grow else self._grow_at - now)
             return None
 
     def _step(self, now: float) -> Step | None:
         books = self._books
         if now >= self._grow_at:
             books.log.may_grow = True
+        kept_free = books.log.keeps_free
         step = books.log.next_step()
-        if step is None:
-            books.writers.notify_all()  # room that was kept free is not any more
+        if kept_free and not books.log.keeps_free:
+            books.writers.notify_all()
         stuck = step is None and not books.log.writable and not books.log.leaving
         if stuck and not books.stuck:
             books.writers.notify_all()
@@ -165,6 +168,8 @@ class Janitor:
                 self._evict(step.segment)
             case StepKind.RETIRE:
                 self._retire(step.segment)
+            case StepKind.FILL:
+                self._fill(step.segment)
 
     def _allocate(self, number: int) -> None:
         books = self._books
@@ -183,7 +188,7 @@ class Janitor:
         books = self._books
         with books.lock:
             head = books.log.next_head(secrets.randbits(64))
-        self._records.write_block(number, pack_segment(head))
+        self._write_first(number, pack_segment(head))
         with books.lock:
             books.log.begin(number, head)
             books.stuck = False
@@ -192,11 +197,54 @@ class Janitor:
     def _retire(self, number: int) -> None:
         books = self._books
         with books.lock:
-            if not books.log.retire(number):
-                return
-        self._records.write_block(number, bytes(BLOCK_BYTES))
+            generation = books.log.retire(number)
+        if generation is None:
+            return
+        self._write_first(number, bytes(BLOCK_BYTES))
         with books.lock:
             books.log.retired(number)
+            books.marks.erased(number, generation)
+
+    def _write_first(self, number: int, block: bytes) -> None:
+        """Raises OSError; before that, a segment where that happens again and again is given up."""
+        books = self._books
+        try:
+            self._records.write_block(number, block)
+        except OSError as error:
+            if not is_full(error):
+                with books.lock:
+                    hopeless = books.log.first_block_failed(number)
+                if hopeless:
+                    self._give_up(number, error)
+            raise
+
+    def _give_up(self, number: int, error: OSError) -> None:
+        """Its file goes, so that nothing of it is found again."""
+        log.warning("segment %d cannot be used, it is given up: %s", number, error.strerror)
+        try:
+            self._files.detach(number)
+            self._files.discard(number)
+        except OSError as failure:
+            log.warning("segment %d could not be removed: %s", number, failure.strerror)
+        with self._books.lock:
+            for gone in self._books.log.given_up(number):
+                self._books.marks.erased(*gone)
+
+    def _fill(self, number: int) -> None:
+        """Where a write failed a mark takes its place, so that what follows it is found after a restart."""
+        books = self._books
+        with books.lock:
+            gap = books.log.gap(number)
+        if gap is None:
+            return
+        try:
+            self._records.write_void(gap)
+        except OSError as error:
+            with books.lock:
+                books.log.not_filled(gap, again=is_full(error))
+            raise
+        with books.lock:
+            books.log.filled(gap)
 
     def _evict(self, number: int) -> None:
         """Carry over what is used, then let the rest go."""
@@ -215,23 +263,25 @@ class Janitor:
         """Whether another may be tried."""
         books = self._books
         with books.lock:
-            place = books.log.pin(ref) if not books.closed else None
+            if books.closed or books.breaker.is_open:
+                return False
+            place = books.log.pin(ref)
         if place is None:
-            return not books.closed
+            return True
         try:
             data, checksums = self._records.read_whole(place, ref)
         except CorruptError:
             with books.lock:
-                books.log.unpin(place)
+                books.unpin(place)
                 return True  # it goes with its segment
         except OSError as error:
             with books.lock:
-                books.log.unpin(place)
+                books.unpin(place)
                 books.log.not_worth_carrying(ref)  # or its segment would never leave
                 books.went_wrong(error, FAILURE)
                 return not books.breaker.is_open
         with books.lock:
-            books.log.unpin(place)
+            books.unpin(place)
             if not books.log.lies_at(ref, place):
                 return True  # it was removed meanwhile
             reservation = books.log.reserve(ref, carried=True)
@@ -239,37 +289,39 @@ class Janitor:
             return False
         try:
             self._records.write(reservation, data, checksums)
-        except OSError as error:
+        except Exception as failure:
             with books.lock:
-                books.log.abandon(reservation)
-                if not is_full(error):
-                    raise
-                return False
+                books.log.abandon(reservation, again=is_full(_as_os_error(failure)))
+            raise
         with books.lock:
             books.committed(reservation)
             books.counts.written_bytes += record_bytes(ref.nbytes)
             books.counts.carried_bytes += record_bytes(ref.nbytes)
         return True
 
-    def _mark(self, removal: Removal) -> None:
-        """Failed or not, it is over: a part that is found again after a restart is verified like any."""
-        books = self._books
-        ending: Outcome | None = None
+    def _mark(self, removal: Removal, places: list[Place]) -> None:
+        failed = True
         try:
-            for place in removal.places:
-                self._records.mark_removed(place)
-        except OSError as error:
-            ending = Outcome.FAILED
-            with books.lock:
-                books.went_wrong(error, FAILURE)
+            failed = [self._mark_removed(place) for place in places].count(False) > 0
+        finally:
+            with self._books.lock:
+                self._books.marks.written(removal, places, failed=failed)
+
+    def _mark_removed(self, place: Place) -> bool:
+        """Whether it cannot be found any more."""
+        books = self._books
+        with books.lock:
+            if books.breaker.is_open:
+                return False
+        try:
+            self._records.mark(place, Mark.REMOVED)
         except CorruptError:  # it was not there any more
             pass
-        finally:
+        except OSError as error:
             with books.lock:
-                books.removals.popleft()
-                for place in removal.places:
-                    books.log.unpin(place)
-                books.tell(partial(removal.end, ending))
+                books.went_wrong(error, FAILURE)
+            return False
+        return True
 
     def _try_out(self) -> None:
         books = self._books
@@ -282,6 +334,9 @@ class Janitor:
                 books.breaker.probe_failed(time.monotonic())
             return
         with books.lock:
+            if books.hangs():
+                books.breaker.probe_failed(time.monotonic())
+                return
             books.breaker.succeeded()
             books.writers.notify_all()
             books.readers.notify_all()

@@ -6,21 +6,35 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvferry.errors import BrokenError
-from kvferry.identity.names import PartRef
-from kvferry.tiers.contract import FetchItem, FetchResult, Outcome, StoreItem, TierStatistics, Transfer
-from kvferry.tiers.disk.books import Books
+from kvferry.errors import BrokenError, MisconfiguredError
+from kvferry.identity.names import DIGEST_BYTES, MAX_PART_BYTES, MAX_PARTS, NAMESPACE_BYTES, PartRef
+from kvferry.identity.stripes import CHECKSUM_BYTES, stripe_plan
+from kvferry.tiers.contract import (
+    Dropped,
+    FetchItem,
+    FetchResult,
+    Outcome,
+    StoreItem,
+    TierStatistics,
+    Transfer,
+)
+from kvferry.tiers.disk.books import Books, Cause
 from kvferry.tiers.disk.files import SegmentFiles
 from kvferry.tiers.disk.opening import open_log
+from kvferry.tiers.disk.places import Place, Record
 from kvferry.tiers.disk.segments import SegmentLog
 from kvferry.tiers.disk.settings import DiskSettings
 from kvferry.tiers.disk.threads import Janitor, call, keep_time, read_parts, write_parts
-from kvferry.tiers.disk.work import Item, Operation, Removal, Report
+from kvferry.tiers.disk.work import Drop, Item, Operation, Removal, Report
 
 log = logging.getLogger("kvferry.tiers.disk")
 
 REMOVE_S = 5.0
 """After so long a removal that could not be written down is LATE."""
+DROP_S = 60.0
+"""As long, for one of many parts."""
+DROP_PASSES = 2
+"""What was carried over during the first lies in a segment that was begun before the second."""
 
 
 class DiskTier:
@@ -32,9 +46,17 @@ class DiskTier:
 
     name = "disk"
 
-    def __init__(self, settings: DiskSettings, files: SegmentFiles, segments: SegmentLog) -> None:
+    def __init__(
+        self,
+        settings: DiskSettings,
+        files: SegmentFiles,
+        segments: SegmentLog,
+        *,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
         self._settings = settings
         self._files = files
+        self._wall = wall
         self._books = books = Books(settings, segments)
         janitor = Janitor(books, files)
         work: list[tuple[str, Callable[[], None]]] = [("janitor", janitor.run)]
@@ -42,20 +64,35 @@ class DiskTier:
         work += [(f"write-{n}", partial(write_parts, books, files)) for n in range(settings.writers)]
         self._threads = [_thread(name, target) for name, target in work]
         self._clock = _thread("clock", partial(keep_time, books))
-        for thread in (*self._threads, self._clock):
-            thread.start()
+        self._start()
+
+    def _start(self) -> None:
+        self._clock.start()
+        for number, thread in enumerate(self._threads):
+            try:
+                thread.start()
+            except RuntimeError as error:
+                self._threads = self._threads[:number]
+                self.close()
+                raise MisconfiguredError(
+                    f"disk tier in {self._settings.directory}: {error}; allow this process more threads"
+                ) from error
 
     @classmethod
     def open(
-        cls, settings: DiskSettings, *, open_files: Callable[..., SegmentFiles] = SegmentFiles.open
+        cls,
+        settings: DiskSettings,
+        *,
+        open_files: Callable[..., SegmentFiles] = SegmentFiles.open,
+        wall: Callable[[], float] = time.time,
     ) -> "DiskTier":
-        """Lock the directory, find what it holds (blocking), and start.
+        """Lock the directory, find what it holds (blocking), and start. wall: unix seconds.
 
         Raises MisconfiguredError, one line, if directory or size is wrong, or another process uses it.
         """
         files = open_files(settings.directory)
         try:
-            return cls(settings, files, open_log(files, settings))
+            return cls(settings, files, open_log(files, settings, wall=wall), wall=wall)
         except BaseException:
             files.close()
             raise
@@ -93,8 +130,8 @@ class DiskTier:
     def store(
         self, items: Sequence[StoreItem], *, deadline: float, done: Callable[[int, Outcome], None]
     ) -> Transfer:
-        """See the contract."""
-        memories = [_exactly(item.data, item.ref) for item in items]
+        """See the contract. BrokenError for a name or checksums that no part has."""
+        memories = [_storable(item) for item in items]
         operation = Operation(deadline, self._books.wake_clock)
         work = [
             Item(operation, item.ref, memory, partial(_stored, done, index), item.checksums, write=True)
@@ -122,8 +159,42 @@ class DiskTier:
                 removed = [books.log.remove(ref) for ref in refs]
                 outcomes = [Outcome.OK if there else Outcome.MISS for there, _ in removed]
                 places = [place for _, places in removed for place in places]
-                books.mark(Removal(places, outcomes, time.monotonic() + REMOVE_S, done))
+                ended = partial(_removed, done, outcomes) if done is not None else None
+                books.mark(Removal(places, time.monotonic() + REMOVE_S, ended))
         _call(report)
+
+    def drop(
+        self,
+        *,
+        namespace: bytes | None = None,
+        older_than_s: float | None = None,
+        done: Callable[[Dropped], None],
+    ) -> None:
+        """See ``contract.Droppable``. What is dropped from a whole segment goes with its first block."""
+        books = self._books
+        latest = self._wall() - older_than_s if older_than_s is not None else None
+
+        def wanted(ref: PartRef, record: Record) -> bool:
+            return namespace in (None, ref.key.namespace) and (latest is None or record.used_at <= latest)
+
+        parts, nbytes, places = 0, 0, list[Place]()
+        with books.lock:
+            if latest is None:
+                books.log.doom(namespace)
+        for _ in range(DROP_PASSES):
+            for number in books.segments():
+                with books.lock:  # each for itself: others have their turn between
+                    gone = books.log.drop(number, wanted)
+                parts, nbytes = parts + gone.parts, nbytes + gone.nbytes
+                places += gone.places
+        deadline = time.monotonic() + DROP_S
+        drop = Drop(Dropped(parts, nbytes), set(), Removal(places, deadline, None), deadline, done)
+        with books.lock:
+            closed = books.closed
+            if not closed:
+                books.drop(drop)
+        if closed:
+            call(partial(drop.end, Outcome.LATE))
 
     def statistics(self) -> TierStatistics:
         """See the contract. ``detail`` says how full it is and what the disk was last blamed for."""
@@ -166,8 +237,7 @@ class DiskTier:
         for thread in self._threads:
             thread.join(max(0.0, give_up - time.monotonic()))
         with books.lock:
-            for removal in books.removals:
-                books.told.append(partial(removal.end, Outcome.LATE))
+            books.told.extend(books.marks.close())
             books.ended = True
             books.clock.notify()
         self._clock.join()
@@ -182,17 +252,27 @@ class DiskTier:
         reports: list[Report] = []
         with books.lock:
             refusal = books.refusal(deadline)
+            full = any((books.writes if item.write else books.reads).full for item in items[:1])
             for item in items:
-                if refusal is None and (item.write or item.ref in books.log.records):
+                books.inflight_bytes += item.ref.nbytes
+                ending = refusal or self._unqueued(item, full=full)
+                if ending is None:
                     books.queue(item)
                     continue
-                books.inflight_bytes += item.ref.nbytes
-                outcome, cause = refusal or (Outcome.MISS, None)
+                outcome, cause = ending
                 report = self._told(books.ending(item, outcome, cause))
                 if report is not None:
                     reports.append(report)
         for report in reports:
             call(report)
+
+    def _unqueued(self, item: Item, *, full: bool) -> tuple[Outcome, Cause | None] | None:
+        """How it ends without any work. Under the lock."""
+        if not item.write and item.ref not in self._books.log.records:
+            return Outcome.MISS, None
+        if item.write and not 1 <= item.ref.nbytes <= MAX_PART_BYTES:
+            return Outcome.REFUSED, Cause.NO_PART
+        return (Outcome.REFUSED, Cause.QUEUE_FULL) if full else None
 
     def _told(self, report: Report) -> Report | None:
         """By the clock thread; by the caller itself when there is none any more. Under the lock."""
@@ -209,6 +289,10 @@ def _thread(name: str, target: Callable[[], None]) -> threading.Thread:
 def _call(report: Report | None) -> None:
     if report is not None:
         call(report)
+
+
+def _removed(done: Callable[[Sequence[Outcome]], None], outcomes: Sequence[Outcome], ending: Outcome) -> None:
+    done(outcomes if ending is Outcome.OK else [ending] * len(outcomes))
 
 
 def _ended_late(done: Callable[[Sequence[Outcome]], None] | None, count: int) -> None:
@@ -233,3 +317,15 @@ def _exactly(memory: memoryview, ref: PartRef) -> memoryview:
     if memory.nbytes != ref.nbytes or not memory.contiguous:
         raise BrokenError(f"memory of {memory.nbytes} bytes for a part of {ref.nbytes}")
     return memory if memory.format == "B" and memory.ndim == 1 else memory.cast("B")
+
+
+def _storable(item: StoreItem) -> memoryview:
+    namespace, chunk, part = item.ref.key
+    if (len(namespace), len(chunk)) != (NAMESPACE_BYTES, DIGEST_BYTES) or not 0 <= part < MAX_PARTS:
+        raise BrokenError(f"no part has the name {item.ref.key!r}")
+    if item.checksums and {len(each) for each in item.checksums} != {CHECKSUM_BYTES}:
+        raise BrokenError(f"checksums have {CHECKSUM_BYTES} bytes each")
+    possible = 1 <= item.ref.nbytes <= MAX_PART_BYTES
+    if possible and item.checksums and len(item.checksums) != len(stripe_plan(item.ref.nbytes)):
+        raise BrokenError(f"{len(item.checksums)} checksums for a part of {item.ref.nbytes} bytes")
+    return _exactly(item.data, item.ref)

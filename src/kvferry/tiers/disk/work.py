@@ -2,12 +2,12 @@
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvferry.identity.names import PartRef
-from kvferry.tiers.contract import Outcome
-from kvferry.tiers.disk.segments import Place
+from kvferry.tiers.contract import Dropped, Outcome
+from kvferry.tiers.disk.places import Place
 
 Report = Callable[[], None]
 """Tells a caller how something ended; called without the lock."""
@@ -47,22 +47,56 @@ class Item:
 
 @dataclass(slots=True, eq=False)
 class Removal:
-    """Parts that are not found any more, and the places where that must still be written down."""
+    """Parts that are not found any more. places: where that must still be written down, pinned.
+
+    ended: called once, with OK, or why it may not hold after a restart.
+    """
 
     places: list[Place]
-    outcomes: Sequence[Outcome]
     deadline: float
-    done: Callable[[Sequence[Outcome]], None] | None
+    ended: Callable[[Outcome], None] | None
+    outcome: Outcome = Outcome.OK
 
-    def end(self, ending: Outcome | None = None) -> None:
-        """Tell, unless that was done before. ending: of all of it, instead of what was found."""
+    @property
+    def awaited(self) -> bool:
+        return self.ended is not None
+
+    def end(self, outcome: Outcome | None = None) -> None:
+        """Tell, unless that was done before. outcome: instead of its own."""
+        ended, self.ended = self.ended, None
+        if ended is not None:
+            ended(outcome or self.outcome)
+
+
+@dataclass(slots=True, eq=False)
+class Drop:
+    """A drop under way. erasing: segments that must be erased before it is done. marks: what must be written
+    into others."""
+
+    dropped: Dropped
+    erasing: set[tuple[int, int]]
+    marks: Removal
+    deadline: float
+    done: Callable[[Dropped], None] | None
+
+    @property
+    def awaited(self) -> bool:
+        return self.done is not None
+
+    @property
+    def over(self) -> bool:
+        """Whether it will hold after a restart, or is known not to."""
+        return not self.marks.places and not self.erasing
+
+    def end(self, outcome: Outcome | None = None) -> None:
+        """Tell, unless that was done before."""
         done, self.done = self.done, None
         if done is not None:
-            done([ending] * len(self.outcomes) if ending is not None else self.outcomes)
+            done(self.dropped._replace(outcome=outcome or self.marks.outcome))
 
 
 class WorkQueue:
-    """First come, first served; at most ``limit`` items."""
+    """First come, first served. While ``limit`` items wait or more, it takes no other operation."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -75,13 +109,15 @@ class WorkQueue:
     def __iter__(self) -> Iterator[Item]:
         return iter(self._items)
 
-    def put(self, item: Item) -> bool:
-        """False when it is full."""
-        if len(self._items) >= self._limit:
-            return False
+    @property
+    def full(self) -> bool:
+        """An operation that is begun is taken whole, however long: a large load is not cut."""
+        return len(self._items) >= self._limit
+
+    def put(self, item: Item) -> None:
+        """At the end."""
         self._items.append(item)
         self._operations[item.operation] += 1
-        return True
 
     def take(self) -> Item:
         """The first. IndexError when there is none."""

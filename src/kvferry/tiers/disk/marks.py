@@ -1,0 +1,99 @@
+"""What was removed and must still be written down, and who waits for that. Used under the tier's lock."""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from kvferry.tiers.contract import Outcome
+from kvferry.tiers.disk.places import Place
+from kvferry.tiers.disk.segments import SegmentLog
+from kvferry.tiers.disk.work import Drop, Removal, Report
+
+MAX_REMOVALS = 65536
+"""Removals that wait; what is beyond is gone, but may be found again after a restart."""
+MARKS_AT_ONCE = 32
+"""So many are written before anything else has its turn."""
+
+
+class Marks:
+    """tell: how to have a report called."""
+
+    def __init__(self, log: SegmentLog, tell: Callable[[Report], None]) -> None:
+        self._log = log
+        self._tell = tell
+        self._removals: deque[Removal] = deque()
+        self._drops: list[Drop] = []
+
+    def __bool__(self) -> bool:
+        """Whether anything is to be written."""
+        return bool(self._removals)
+
+    @property
+    def places(self) -> int:
+        """To be written."""
+        return sum(len(removal.places) for removal in self._removals)
+
+    def add(self, removal: Removal) -> None:
+        """Its places are pinned until they are written."""
+        if not removal.places:
+            self._tell(removal.end)
+        elif len(self._removals) >= MAX_REMOVALS:
+            for place in removal.places:
+                self._log.unpin(place)
+            self._tell(partial(removal.end, Outcome.REFUSED))
+        else:
+            self._removals.append(removal)
+
+    def add_drop(self, drop: Drop) -> None:
+        """Its marks are many, and none is left out."""
+        self._drops.append(drop)
+        if drop.marks.places:
+            self._removals.append(drop.marks)
+        self._tell_drops()
+
+    def next(self) -> tuple[Removal, list[Place]] | None:
+        """What is to be written next; answered by ``written``."""
+        if not self._removals:
+            return None
+        removal = self._removals[0]
+        return removal, removal.places[-MARKS_AT_ONCE:]
+
+    def written(self, removal: Removal, places: list[Place], *, failed: bool) -> None:
+        """They are over, failed or not: a part that is found again after a restart is verified like any."""
+        del removal.places[-len(places) :]
+        for place in places:
+            self._log.unpin(place)
+        if failed:
+            removal.outcome = Outcome.FAILED
+        if not removal.places:
+            self._removals.remove(removal)
+            self._tell(removal.end)
+            self._tell_drops()
+
+    def erased(self, number: int, generation: int) -> None:
+        """A segment that held parts is not found any more."""
+        for drop in self._drops:
+            drop.erasing.discard((number, generation))
+        self._tell_drops()
+
+    def overdue(self, now: float) -> list[Report]:
+        """Of those who waited too long: it will be written, but nobody is told."""
+        waiting = [each for each in self._waiting() if each.awaited and now >= each.deadline]
+        return [partial(each.end, Outcome.LATE) for each in waiting]
+
+    def next_deadline(self) -> float:
+        """Monotonic seconds; infinite when nobody waits."""
+        return min((each.deadline for each in self._waiting() if each.awaited), default=math.inf)
+
+    def close(self) -> list[Report]:
+        """Nothing is written any more."""
+        return [partial(each.end, Outcome.LATE) for each in self._waiting()]
+
+    def _waiting(self) -> list[Removal | Drop]:
+        return [*self._removals, *self._drops]
+
+    def _tell_drops(self) -> None:
+        for drop in [drop for drop in self._drops if drop.over]:
+            self._drops.remove(drop)
+            self._tell(drop.end)
