@@ -4,6 +4,7 @@ import grp
 import ipaddress
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.errors import MisconfiguredError
@@ -17,6 +18,20 @@ _OVERFLOW_GROUP = Path("/proc/sys/kernel/overflowgid")
 _COUNT = re.compile(r"[+-]?[0-9]{1,18}")
 _WHOLE = re.compile(r"([+-]?)0*([0-9]+)")
 _MAX_DIGITS = 30  # of a number that is shown in full, and far beyond any bound
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files; ``ca`` None means the system's authorities; cert and key for mutual TLS."""
+
+    ca: str | None = None
+    cert: str | None = None
+    key: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Those that there are."""
+        return [name for name in (self.ca, self.cert, self.key) if name is not None]
 
 
 def parse_count(text: str | int, *, lowest: int, highest: int) -> int:

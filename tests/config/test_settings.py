@@ -24,8 +24,7 @@ from kvferry.errors import MisconfiguredError
 from kvferry.identity.domain import DomainKey
 from kvferry.secret import Secret
 from kvferry.tiers.valkey.tls import Tls
-from kvferry.tiers.valkey.url import TlsFiles
-from kvferry.values import parse_group
+from kvferry.values import TlsFiles, parse_group
 
 
 def test_flag_wins_over_environment_over_file(tmp_path: Path) -> None:

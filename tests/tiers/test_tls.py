@@ -20,7 +20,8 @@ from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.stream import UnreachableError, dial
 from kvferry.tiers.valkey.tier import ValkeyTier
 from kvferry.tiers.valkey.tls import Tls
-from kvferry.tiers.valkey.url import Address, TlsFiles, parse_url
+from kvferry.tiers.valkey.url import Address, parse_url
+from kvferry.values import TlsFiles
 
 needs_redis = pytest.mark.skipif(
     redis_binary() is None, reason="no redis-server here: ./test names the missing check and fails in CI"

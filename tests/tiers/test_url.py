@@ -3,7 +3,8 @@
 import pytest
 
 from kvferry.errors import MisconfiguredError
-from kvferry.tiers.valkey.url import Address, TlsFiles, parse_url
+from kvferry.tiers.valkey.url import Address, parse_url
+from kvferry.values import TlsFiles
 
 
 def test_the_parts_of_a_url_are_found() -> None:

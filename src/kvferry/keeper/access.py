@@ -1,10 +1,12 @@
 """How a node is let in by keepers, and how it knows that they are its own."""
 
-import ssl
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from kvferry.tiers.valkey.url import TlsFiles
+from kvferry.values import TlsFiles
+
+if TYPE_CHECKING:
+    from kvferry.certificates import Contexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +16,10 @@ class KeeperAccess:
     token: str = field(default="", repr=False)
     tls: TlsFiles | None = None
 
-    def contexts(self) -> Callable[[], ssl.SSLContext] | None:
+    def contexts(self) -> "Contexts | None":
         """Makes one for each connection. Raises MisconfiguredError for files that cannot be used."""
-        return None
+        if self.tls is None:
+            return None
+        from kvferry.keeper.tls import node_contexts
+
+        return node_contexts(self.tls)

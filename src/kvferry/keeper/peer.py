@@ -26,6 +26,7 @@ from kvferry.errors import KvferryError, MisconfiguredError, RefusedError
 from kvferry.frames import refusal_text
 from kvferry.keeper.framing import decode_from_keeper
 from kvferry.keeper.link import Link
+from kvferry.keeper.tls import explained
 from kvferry.keeper.wire import FromKeeper, Hello, Message, Ping, Pong, Welcome
 from kvferry.loop import Loop, Timer
 from kvferry.tiers.breaker import SILENCE, Breaker
@@ -202,7 +203,7 @@ class Peer:
         self._doubted = False
         self._stop_timers()
         if error is not None:
-            self._complain(self._words(error))
+            self._complain(explained(error, self.address))
         elif cause == "gone":
             self._complain(f"{self.address}: the connection was closed")
         now = self._loop.clock()
@@ -350,8 +351,3 @@ class Peer:
         if error != self.error and not self._closed:
             self.error = error
             log.warning("kvferry: keeper %s; what it keeps is not found meanwhile", error)
-
-    def _words(self, error: OSError) -> str:
-        if isinstance(error, ssl.SSLError):
-            return f"{self.address}: TLS: {error.reason or error}"
-        return f"{self.address}: the connection is lost: {error.strerror or error}"

@@ -194,7 +194,7 @@ class Server:
         host, port = self._sock.getsockname()[:2]
         self.address = Address(host, port)
         self.loop.watch(self._sock, selectors.EVENT_READ, self)
-        self._thread = threading.Thread(target=self.loop.run, name="kvferry-keeper", daemon=True)
+        self._thread = threading.Thread(target=self.loop.run, name="kvferry-keeper-server", daemon=True)
 
     def start(self) -> None:
         """Serve, on a thread of its own."""

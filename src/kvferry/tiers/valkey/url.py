@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvferry.errors import MisconfiguredError
+from kvferry.values import TlsFiles
 
 DEFAULT_PORT = 6379
 MAX_URL_CHARACTERS = 1024
@@ -38,15 +39,6 @@ class Address(NamedTuple):
         if not self.port:
             return self.host
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-@dataclass(frozen=True, slots=True)
-class TlsFiles:
-    """PEM files; ``ca`` None means the system's authorities; cert and key for mutual TLS."""
-
-    ca: str | None = None
-    cert: str | None = None
-    key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
