@@ -108,7 +108,7 @@ class Engine:
 
     def reset(self) -> None:
         """Reset the prefix cache; pinned blocks may take a moment to return."""
-        give_up = time.monotonic() + 10
+        give_up = time.monotonic() + ANSWER_S
         while not self.ask("reset"):
             assert time.monotonic() < give_up, "the prefix cache could not be reset"
             time.sleep(0.05)
