@@ -1,25 +1,20 @@
-"""Settings: typed, parsed once, from flags, environment and a TOML file that share one set of names.
+"""Settings of a node and of its clients: typed, parsed once (``kvferry.sources``)."""
 
-A flag wins over the environment, the environment over the file, the file over the default. Names that
-are not known are refused with the nearest one that is. Secrets come from files or the environment only,
-live in ``Secret`` and are never printed.
-"""
-
-import difflib
 import os
 import re
-import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
 
 from kvferry.errors import MisconfiguredError
-from kvferry.identity.regular import open_regular
 from kvferry.identity.sealing import KeyRing
+from kvferry.keeper.access import KeeperAccess
+from kvferry.keeper.address import parse_keepers
 from kvferry.secret import NO_LINE, Secret, parse_secret, read_secret
-from kvferry.tiers.valkey.url import ValkeyUrl, parse_url
+from kvferry.sources import Setting, gathered, parsed
+from kvferry.tiers.valkey.url import Address, ValkeyUrl, parse_url
 from kvferry.values import (
+    TlsFiles,
     parse_count,
     parse_domain,
     parse_group,
@@ -28,7 +23,6 @@ from kvferry.values import (
     parse_socket_path,
 )
 
-ENVIRONMENT_PREFIX = "KVFERRY_"
 # Read elsewhere than by a node: not settings of one, and no mistake either.
 OTHER_ENVIRONMENT = ("CONFIG", "DOMAIN_KEY", "PYTHON")
 MAX_SIZE_BYTES = 1 << 62
@@ -38,7 +32,6 @@ DEFAULT_DEADLINE_CAP_MS = 5000
 MIN_LIMIT_BYTES = 1 << 20
 DEFAULT_METRICS_PORT = 9471
 DEFAULT_METRICS_HOST = "127.0.0.1"
-MAX_CONFIGURATION_BYTES = 1 << 20
 
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
@@ -58,7 +51,8 @@ class NodeSettings:
     are served; empty: that of the first one. token: what clients must show; None: nothing. group: number of
     the group whose members may connect; None: the node's user alone. encryption_keys: for what is stored in
     Valkey; None: it is stored as it is. valkey_quota: bytes that the node may hold there. valkey_write_rate:
-    bytes per second that it may write. None: no limit.
+    bytes per second that it may write. None: no limit. keepers: of what lies below Valkey. keeper_*: how to
+    get in there, see ``KeeperAccess``.
     """
 
     pool_bytes: int = DEFAULT_POOL_BYTES
@@ -75,6 +69,16 @@ class NodeSettings:
     encryption_keys: KeyRing | None = None
     valkey_quota: int | None = None
     valkey_write_rate: int | None = None
+    keepers: tuple[Address, ...] = ()
+    keeper_token: Secret | None = None
+    keeper_tls_ca: Path | None = None
+    keeper_tls_cert: Path | None = None
+    keeper_tls_key: Path | None = None
+
+    @property
+    def keeper_access(self) -> KeeperAccess:
+        """How to get in at its keepers."""
+        return _access(self.keeper_token, self.keeper_tls_ca, self.keeper_tls_cert, self.keeper_tls_key)
 
 
 def default_socket_path(environ: Mapping[str, str] = os.environ) -> Path:
@@ -140,27 +144,24 @@ def _parse_keys(text: object) -> KeyRing:
     return KeyRing.load(parse_path(text))
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One thing a node can be told: its name in TOML, flag ``--name`` and environment ``KVFERRY_NAME``."""
-
-    name: str
-    parse: Callable[[Any], object]
-    metavar: str
-    help: str
-    target: str  # the field of NodeSettings
-    environment_only: bool = False
-
-    @property
-    def flag(self) -> str:
-        """As an argument: ``--deadline-cap-ms``."""
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        """As an environment variable: ``KVFERRY_DEADLINE_CAP_MS``."""
-        return ENVIRONMENT_PREFIX + self.name.upper()
-
+KEEPERS_SETTINGS = (
+    Setting("keepers", parse_keepers, "HOSTS", "keepers below Valkey, like store1,store2:9472", "keepers"),
+    Setting(
+        "keeper_token",
+        parse_secret,
+        "TEXT",
+        "the keepers' token itself",
+        "keeper_token",
+        environment_only=True,
+    ),
+    Setting("keeper_token_file", parse_path, "PATH", "file with the token that keepers want", "keeper_token"),
+    Setting("keeper_tls_ca", parse_path, "PATH", "authority of the keepers' TLS, in PEM", "keeper_tls_ca"),
+    Setting(
+        "keeper_tls_cert", parse_path, "PATH", "certificate for keepers that want one", "keeper_tls_cert"
+    ),
+    Setting("keeper_tls_key", parse_path, "PATH", "its key", "keeper_tls_key"),
+)
+"""Of a node, and of the verbs that ask keepers themselves."""
 
 NODE_SETTINGS = (
     Setting("pool", parse_size, "SIZE", "host memory for KV, like 16GiB (default 4GiB)", "pool_bytes"),
@@ -214,6 +215,7 @@ NODE_SETTINGS = (
     Setting("domain", parse_domain, "NAME", "trust domain (default: the first engine's)", "domain"),
     Setting("token", parse_secret, "TEXT", "the token itself", "token", environment_only=True),
     Setting("token_file", parse_path, "PATH", "file with a token that clients must show", "token"),
+    *KEEPERS_SETTINGS,
 )
 
 
@@ -228,17 +230,10 @@ def load_node_settings(
     flags: by setting name, None where not given. config_path: a TOML file; KVFERRY_CONFIG otherwise.
     Raises MisconfiguredError: one line with the name, the value and what to do.
     """
-    texts: dict[str, tuple[object, str]] = {}
-    if config_path is None and "KVFERRY_CONFIG" in environ:
-        config_path = _named_file("KVFERRY_CONFIG", environ["KVFERRY_CONFIG"])
-    if config_path is not None:
-        path = config_path if isinstance(config_path, Path) else _named_file("--config", config_path)
-        texts.update({name: (value, f"{name} in {path}") for name, value in _file(path).items()})
-    texts.update(_environment(environ))
-    for name, given in (flags or {}).items():
-        if given is not None:
-            texts[name] = (given, "--" + name.replace("_", "-"))
-    values = _parse(texts)
+    texts = gathered(
+        NODE_SETTINGS, flags or {}, environ=environ, config_path=config_path, others=OTHER_ENVIRONMENT
+    )
+    values = parsed(NODE_SETTINGS, texts)
     password = values.pop("valkey_password", None)
     if "valkey" in values:
         values["valkey"] = parse_valkey(values["valkey"], texts["valkey"][1], password)
@@ -247,28 +242,12 @@ def load_node_settings(
     elif behind := values.keys() & {"encryption_keys", "valkey_quota", "valkey_write_rate"}:
         name = min(behind).replace("encryption_keys", "an encryption key")
         raise MisconfiguredError(f"{name} is set, but no Valkey URL; set one with --valkey")
+    _check_access(values)
+    if values.get("keepers") and "valkey" not in values:
+        raise MisconfiguredError("keepers are set, but no Valkey URL: they bring parts there; set --valkey")
     settings = NodeSettings(**values)
     _check(settings)
     return settings
-
-
-def _parse(texts: Mapping[str, tuple[object, str]]) -> dict[str, Any]:
-    for secret in ("valkey_password", "token"):
-        if secret in texts and f"{secret}_file" in texts:
-            raise MisconfiguredError(f"KVFERRY_{secret.upper()} and {secret}_file are both set; keep one")
-    values: dict[str, Any] = {}
-    for setting in NODE_SETTINGS:
-        if setting.name not in texts:
-            continue
-        raw, where = texts[setting.name]
-        try:
-            value: object = setting.parse(raw)
-            if setting.name in ("valkey_password_file", "token_file"):
-                value = read_secret(Path(str(value)))
-        except MisconfiguredError as error:
-            raise MisconfiguredError(f"{where}: {error}") from error
-        values[setting.target] = value
-    return values
 
 
 def parse_valkey(url: str, where: str, password: Secret | None = None) -> ValkeyUrl:
@@ -285,61 +264,6 @@ def parse_valkey(url: str, where: str, password: Secret | None = None) -> Valkey
     return parsed
 
 
-def _environment(environ: Mapping[str, str]) -> dict[str, tuple[object, str]]:
-    known = {setting.variable: setting.name for setting in NODE_SETTINGS}
-    others = {ENVIRONMENT_PREFIX + name for name in OTHER_ENVIRONMENT}
-    found: dict[str, tuple[object, str]] = {}
-    for variable, value in environ.items():
-        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in others:
-            continue
-        if variable not in known:
-            _unknown("environment variable", variable, known)
-        found[known[variable]] = (value, variable)
-    return found
-
-
-def _file(path: Path) -> dict[str, object]:
-    known = {setting.name for setting in NODE_SETTINGS if not setting.environment_only}
-    try:
-        with open_regular(path) as file:
-            content = file.read(MAX_CONFIGURATION_BYTES + 1)
-        if len(content) > MAX_CONFIGURATION_BYTES:
-            raise MisconfiguredError(f"{path} is longer than {format_size(MAX_CONFIGURATION_BYTES)}")
-        table = tomllib.loads(content.decode())
-    except OSError as error:
-        raise MisconfiguredError(
-            f"cannot read the configuration {path}: {error.strerror}; name a TOML file"
-        ) from error
-    except (ValueError, RecursionError) as error:  # of TOML, UTF-8 and numbers of thousands of digits
-        raise MisconfiguredError(f"{path} is not valid TOML: {error}") from error
-    for name, value in table.items():
-        if name not in known:
-            _unknown(f"setting in {path}", name, known)
-        if isinstance(value, bool) or not isinstance(value, str | int):
-            raise MisconfiguredError(  # the value itself may hold a password
-                f"{name} in {path}: a {type(value).__name__} is neither a text nor a whole number"
-            )
-    return table
-
-
-def _named_file(where: str, text: str) -> Path:
-    try:
-        return parse_path(text)
-    except MisconfiguredError as error:
-        raise MisconfiguredError(f"{where}: {error}") from error
-
-
-def _unknown(what: str, name: str, known: Iterable[str]) -> NoReturn:
-    raise MisconfiguredError(f"unknown {what}: {name}; {suggestion(name, known)}")
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """``did you mean ...?``, or the list of what exists."""
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {near[0]}?" if near else "there are " + ", ".join(names)
-
-
 def client_token(token_file: Path | None = None, *, environ: Mapping[str, str] = os.environ) -> str:
     """What to show to a node: from the file, $KVFERRY_TOKEN or $KVFERRY_TOKEN_FILE; else nothing."""
     if token_file is None and (text := environ.get("KVFERRY_TOKEN")):
@@ -353,6 +277,37 @@ def client_token(token_file: Path | None = None, *, environ: Mapping[str, str] =
         except MisconfiguredError as error:
             raise MisconfiguredError(f"KVFERRY_TOKEN_FILE: {error}") from error
     return read_secret(token_file).reveal() if token_file is not None else ""
+
+
+def client_keepers(
+    flags: Mapping[str, str | None] | None = None, *, environ: Mapping[str, str] = os.environ
+) -> tuple[tuple[Address, ...], KeeperAccess]:
+    """Which keepers to ask, and how to get in: from flags (by setting name), else the environment."""
+    known = {setting.variable for setting in KEEPERS_SETTINGS}
+    own = {name: value for name, value in environ.items() if name in known}
+    values = parsed(
+        KEEPERS_SETTINGS,
+        gathered(KEEPERS_SETTINGS, flags or {}, environ=own, config_path=None, others=()),
+    )
+    _check_access(values)
+    access = _access(*(values.get(f"keeper_{name}") for name in ("token", "tls_ca", "tls_cert", "tls_key")))
+    return values.get("keepers", ()), access
+
+
+def _access(token: Secret | None, ca: Path | None, cert: Path | None, key: Path | None) -> KeeperAccess:
+    files = TlsFiles(*(None if path is None else str(path) for path in (ca, cert, key)))
+    return KeeperAccess(token.reveal() if token is not None else "", files if files.ca is not None else None)
+
+
+def _check_access(values: Mapping[str, object]) -> None:
+    if ("keeper_tls_cert" in values) != ("keeper_tls_key" in values):
+        raise MisconfiguredError("keeper_tls_cert and keeper_tls_key belong together; set both or neither")
+    if "keeper_tls_cert" in values and "keeper_tls_ca" not in values:
+        raise MisconfiguredError(
+            "keeper_tls_cert is set, but no keeper_tls_ca to verify keepers by; set both"
+        )
+    if not values.get("keepers") and (lone := [name for name in values if name.startswith("keeper_")]):
+        raise MisconfiguredError(f"{lone[0]} is set, but no keepers; set them with --keepers")
 
 
 def client_group(group: str | None = None, *, environ: Mapping[str, str] = os.environ) -> int | None:

@@ -82,7 +82,7 @@ def _dispatch(argv: Sequence[str]) -> int:
         return 0
     name = argv[0]
     if name not in VERBS:
-        from kvferry.config import suggestion
+        from kvferry.sources import suggestion
 
         raise MisconfiguredError(f"unknown verb {name!r}; {suggestion(name, VERBS)}")
     module, line = VERBS[name]

@@ -12,7 +12,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         words = message.rsplit(" ", 1)
         if message.startswith("unrecognized arguments: --"):
-            from kvferry.config import suggestion
+            from kvferry.sources import suggestion
 
             wrong = message.split()[2].partition("=")[0]
             options = [name for action in self._actions for name in action.option_strings]

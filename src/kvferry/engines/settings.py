@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvferry.config import client_group, default_socket_path, suggestion
+from kvferry.config import client_group, default_socket_path
 from kvferry.errors import MisconfiguredError
+from kvferry.sources import suggestion
 from kvferry.values import parse_domain, parse_group, parse_path, parse_socket_path, parse_text
 
 DEFAULT_DOMAIN = "default"

@@ -8,10 +8,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kvferry.config import suggestion
 from kvferry.errors import MisconfiguredError
 from kvferry.models.layers import Model
 from kvferry.models.reading import NESTED, read_model
+from kvferry.sources import suggestion
 
 MAX_CONFIG_BYTES = 64 << 20
 

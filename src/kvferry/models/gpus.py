@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from kvferry.config import suggestion
 from kvferry.errors import MisconfiguredError
+from kvferry.sources import suggestion
 
 MAX_FILE_BYTES = 1 << 20
 SHIPPED = "the shipped catalogue"

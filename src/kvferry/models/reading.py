@@ -3,12 +3,12 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvferry.config import suggestion
 from kvferry.errors import MisconfiguredError
 from kvferry.models import attention, latent, mamba, older, overrides, recurrent
 from kvferry.models.facts import Facts
 from kvferry.models.layers import Layer, Model
 from kvferry.models.published import published
+from kvferry.sources import suggestion
 
 Reader = Callable[[Facts], tuple[Layer, ...]]
 

@@ -15,9 +15,9 @@ import kvferry
 from kvferry.bench.chaos.journal import JournalReader
 from kvferry.bench.chaos.rig import EngineSettings
 from kvferry.client.admin import AdminClient
-from kvferry.config import ENVIRONMENT_PREFIX
 from kvferry.demo.processes import Child, Children
 from kvferry.errors import KvferryError
+from kvferry.sources import ENVIRONMENT_PREFIX
 
 POOL_MB = 64
 STATUS_S = 2.0

@@ -1,0 +1,37 @@
+"""The settings of a process as the flags of its verb, on one screen."""
+
+import argparse
+from collections.abc import Sequence
+
+from kvferry.sources import Setting
+
+
+class _OneLineEach(argparse.HelpFormatter):
+    """So that all of them fit a screen."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32)
+
+
+def add_settings(
+    parser: argparse.ArgumentParser, settings: Sequence[Setting], *, also: Sequence[str] = (), ends: str
+) -> None:
+    """One flag per setting; what is not given comes from the environment, the file or the default.
+
+    also: names of those that the last lines name, without a word. ends: the end of those lines.
+    """
+    for setting in settings:
+        if not setting.environment_only:
+            shown = argparse.SUPPRESS if setting.name in also else setting.help
+            parser.add_argument(setting.flag, metavar=setting.metavar, help=shown)
+    parser.add_argument("--config", metavar="FILE", help=argparse.SUPPRESS)
+    parser.usage = argparse.SUPPRESS
+    parser.formatter_class = _OneLineEach
+    others = ["--config", *(setting.flag for setting in settings if setting.name in also)]
+    secrets = [setting.variable for setting in settings if setting.environment_only]
+    parser.epilog = f"Also {', '.join(others)} FILE. Secrets also from {', '.join(secrets)}. {ends}"
+
+
+def given(args: argparse.Namespace, settings: Sequence[Setting]) -> dict[str, str | None]:
+    """The flags by setting name."""
+    return {setting.name: getattr(args, setting.name) for setting in settings if not setting.environment_only}
