@@ -1,0 +1,201 @@
+"""What is in the bucket, as far as this process knows: packs, the parts in them, and what does not count.
+
+Pure; used under the tier's lock. A part takes about 200 bytes here. The same part may be in several packs,
+when two keepers stored it: the newest is read, and removing it removes all.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvferry.identity.names import PartRef
+from kvferry.tiers.objects.format import WHOLE_PACK, PackIndex, Removal, key_of, part_bytes, ref_of
+from kvferry.tiers.objects.names import time_of
+
+_RECORD_BITS = 16
+
+
+@dataclass(slots=True, eq=False)
+class Pack:
+    """used: monotonic seconds at which each record was stored here or last used. gone: records removed."""
+
+    number: int
+    namespace: bytes
+    index: PackIndex
+    used: "array[float]"
+    gone: set[int] = field(default_factory=set)
+
+    @property
+    def ident(self) -> bytes:
+        """See names."""
+        return self.index.ident
+
+    @property
+    def live(self) -> int:
+        """How many of its records count."""
+        return len(self.index.keys) - len(self.gone)
+
+
+class Record(NamedTuple):
+    """One of a pack's."""
+
+    pack: Pack
+    record: int
+
+    @property
+    def offset(self) -> int:
+        """Of its head in the object."""
+        return self.pack.index.offsets[self.record]
+
+    @property
+    def removal(self) -> Removal:
+        """What to write down so that it does not count."""
+        return Removal(self.pack.ident, self.record)
+
+
+class Catalogue:
+    """Of all namespaces. parts: how many different ones."""
+
+    def __init__(self) -> None:
+        self.packs: dict[bytes, Pack] = {}
+        self.nbytes = 0
+        self.parts = 0
+        self._numbers: dict[int, Pack] = {}
+        self._next = 0
+        self._places: dict[bytes, dict[bytes, int | tuple[int, ...]]] = {}
+        self._dead: dict[bytes, set[int]] = {}  # of packs that are not known yet
+
+    # -- what comes and goes -------------------------------------------------------------------------
+
+    def add(self, namespace: bytes, index: PackIndex, now: float) -> Pack | None:
+        """A pack that is in the bucket. None: it is known, or does not count."""
+        dead = self._dead.pop(index.ident, set())
+        if index.ident in self.packs or WHOLE_PACK in dead:
+            if dead:
+                self._dead[index.ident] = dead
+            return None
+        used = array("d", [now]) * len(index.keys)
+        pack = Pack(self._next, namespace, index, used, {n for n in dead if n < len(index.keys)})
+        self._next += 1
+        self.packs[index.ident] = self._numbers[pack.number] = pack
+        self.nbytes += index.nbytes
+        places = self._places.setdefault(namespace, {})
+        for record, key in enumerate(index.keys):
+            if record not in pack.gone:
+                self._put(places, key, pack.number << _RECORD_BITS | record)
+        return pack
+
+    def forget(self, ident: bytes) -> Pack | None:
+        """A pack is not in the bucket any more, or will soon not be: nothing of it is found."""
+        pack = self.packs.pop(ident, None)
+        if pack is None:
+            return None
+        self.nbytes -= pack.index.nbytes
+        for record in range(len(pack.index.keys)):
+            self._lose(pack, record)
+        del self._numbers[pack.number]
+        return pack
+
+    def remove(self, ref: PartRef) -> list[Record]:
+        """It is not found any more; returns where it is in the bucket."""
+        records = list(self.places(ref))
+        for record in records:
+            self.strike(record)
+        return records
+
+    def strike(self, record: Record) -> None:
+        """This copy of a part does not count any more."""
+        self._lose(record.pack, record.record)
+        record.pack.gone.add(record.record)
+
+    def apply(self, removals: Iterable[Removal]) -> None:
+        """What others, or this tier before its restart, removed. Of packs to come too."""
+        for ident, record in removals:
+            pack = self.packs.get(ident)
+            if pack is None or record == WHOLE_PACK:
+                self._dead.setdefault(ident, set()).add(record)
+                self.forget(ident)
+            elif record < len(pack.index.keys) and record not in pack.gone:
+                self.strike(Record(pack, record))
+
+    def settle(self, listed: Iterable[bytes]) -> None:
+        """Packs that are not in the bucket will not come: what was removed of them is not kept."""
+        self._dead = {ident: self._dead[ident] for ident in listed if ident in self._dead}
+
+    def is_dead(self, ident: bytes) -> bool:
+        """Whether nothing of a pack counts that may still be in the bucket."""
+        return WHOLE_PACK in self._dead.get(ident, ())
+
+    # -- what is asked -------------------------------------------------------------------------------
+
+    def find(self, ref: PartRef) -> Record | None:
+        """Its newest copy."""
+        return next(self.places(ref), None)
+
+    def use(self, ref: PartRef, now: float) -> bool:
+        """Whether it is there; it counts as used then."""
+        found = False
+        for pack, record in self.places(ref):
+            pack.used[record] = now
+            found = True
+        return found
+
+    def places(self, ref: PartRef) -> Iterator[Record]:
+        """All copies, the newest first."""
+        found = self._places.get(ref.key.namespace, {}).get(key_of(ref), ())
+        for place in (found,) if isinstance(found, int) else found:
+            yield Record(self._numbers[place >> _RECORD_BITS], place & (1 << _RECORD_BITS) - 1)
+
+    def oldest(self) -> list[Pack]:
+        """By age."""
+        return sorted(self.packs.values(), key=lambda pack: pack.ident)
+
+    def of_namespace(self, namespace: bytes | None) -> list[Pack]:
+        """All its packs; None: of all namespaces."""
+        return [pack for pack in self.packs.values() if namespace in (None, pack.namespace)]
+
+    def unused_since(self, pack: Pack, stored_s: float, used: float) -> list[int]:
+        """Its records stored before the one (the store's clock) and last used before the other."""
+        if time_of(pack.ident) >= stored_s:
+            return []
+        records = range(len(pack.index.keys))
+        return [record for record in records if record not in pack.gone and pack.used[record] < used]
+
+    def live_bytes(self, pack: Pack, records: Iterable[int]) -> int:
+        """Of parts."""
+        return sum(part_bytes(pack.index.keys[record]) for record in records)
+
+    def refs(self, pack: Pack) -> list[PartRef]:
+        """Of the records that count."""
+        keys = enumerate(pack.index.keys)
+        return [ref_of(pack.namespace, key) for record, key in keys if record not in pack.gone]
+
+    # -- one part's places ---------------------------------------------------------------------------
+
+    def _put(self, places: dict[bytes, int | tuple[int, ...]], key: bytes, place: int) -> None:
+        found = places.get(key)
+        if found is None:
+            places[key] = place
+            self.parts += 1
+            return
+        several = (place, found) if isinstance(found, int) else (place, *found)
+        places[key] = tuple(sorted(several, key=self._age))
+
+    def _age(self, place: int) -> tuple[int, ...]:
+        """Newest first."""
+        return tuple(255 - byte for byte in self._numbers[place >> _RECORD_BITS].ident)
+
+    def _lose(self, pack: Pack, record: int) -> None:
+        key, place = pack.index.keys[record], pack.number << _RECORD_BITS | record
+        places = self._places.get(pack.namespace, {})
+        found = places.get(key)
+        if found == place:
+            del places[key]
+            self.parts -= 1
+            if not places:
+                del self._places[pack.namespace]
+        elif isinstance(found, tuple) and place in found:
+            left = tuple(other for other in found if other != place)
+            (first, *others) = left
+            places[key] = left if others else first

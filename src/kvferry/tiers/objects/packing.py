@@ -1,0 +1,151 @@
+"""The thread that copies parts into packs, and closes packs that are full or old enough."""
+
+import ctypes
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from kvferry.identity.names import PartRef
+from kvferry.identity.stripes import part_checksums
+from kvferry.tiers.contract import Outcome
+from kvferry.tiers.disk.address import address_of
+from kvferry.tiers.objects.books import TOO_LARGE, Books, call
+from kvferry.tiers.objects.format import head_bytes, pack_head
+from kvferry.tiers.objects.packs import Buffers, OpenPack, Pending, Ready, smallest_buffer
+from kvferry.tiers.objects.work import Item, Report, State
+
+
+class Packer:
+    """``run`` on a thread of its own; the other methods under the tier's lock."""
+
+    def __init__(self, books: Books, ready: Ready) -> None:
+        settings = books.settings
+        self._books = books
+        self._ready = ready
+        self._linger_s = settings.linger_s
+        self._queue: deque[Item] = deque()
+        self._open: dict[bytes, OpenPack] = {}  # by namespace; the one opened first first
+        self._pending: dict[PartRef, Pending] = {}
+        self.buffers = Buffers(
+            usual_bytes=settings.pack_bytes, limit=settings.write_bytes, kept=settings.uploads
+        )
+
+    # -- under the lock ------------------------------------------------------------------------------
+
+    def queue(self, items: Iterable[Item]) -> None:
+        """After those that wait."""
+        self._queue.extend(items)
+        self._books.packer.notify()
+
+    def remove(self, ref: PartRef) -> bool:
+        """A part that is on its way will not count. Whether there was one."""
+        pending = self._pending.pop(ref, None)
+        if pending is not None:
+            pending.removed = True
+        return pending is not None
+
+    def remove_all(self, namespace: bytes | None) -> None:
+        """All of a namespace, or of any."""
+        for ref in [ref for ref in self._pending if namespace in (None, ref.key.namespace)]:
+            self.remove(ref)
+
+    def settled(self, pack: OpenPack, uploaded: memoryview) -> list[Item]:
+        """A pack is in the bucket, or will never be: who waited for it."""
+        waiting: list[Item] = []
+        for pending in pack.parts:
+            if self._pending.get(pending.ref) is pending:
+                del self._pending[pending.ref]
+            waiting += pending.waiting
+        self.buffers.give_back(pack.buffer, uploaded)
+        self._books.packer.notify()
+        return waiting
+
+    # -- the thread ----------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until the tier is closed."""
+        while (taken := self._take()) is not None:
+            reports, move = taken
+            for report in reports:
+                call(report)
+            if move is not None:
+                self._copy(*move)
+            del reports, move, taken  # so that no memory of a caller is held while there is nothing to do
+
+    def _take(self) -> tuple[Sequence[Report], tuple[Item, OpenPack, int] | None] | None:
+        """Waits for something to do. None: the tier is closed."""
+        books = self._books
+        with books.lock:
+            while not books.closed:
+                now = time.monotonic()
+                for pack in [pack for pack in self._open.values() if now >= pack.due(self._linger_s)]:
+                    self._close(pack)
+                reports, move = self._next()
+                if reports or move is not None:
+                    return reports, move
+                due = min((pack.due(self._linger_s) for pack in self._open.values()), default=None)
+                books.packer.wait(None if due is None else max(0.0, due - now))
+            return None
+
+    def _next(self) -> tuple[list[Report], tuple[Item, OpenPack, int] | None]:
+        """What is known of the first items; and the first of them to copy, and where to."""
+        books = self._books
+        reports: list[Report] = []
+        while self._queue:
+            item = self._queue[0]
+            ref = item.ref
+            report: Report | None = None
+            if item.state is not State.WAITING:  # it ended while it waited
+                self._queue.popleft()
+                continue
+            if books.catalogue.use(ref, time.monotonic()):
+                report = books.end(item, Outcome.OK)
+            elif (pending := self._pending.get(ref)) is not None:
+                pending.waiting.append(item)
+            elif smallest_buffer(ref) > books.settings.write_bytes:
+                report = books.end(item, Outcome.REFUSED, TOO_LARGE)
+            elif (pack := self._pack_for(ref)) is None:
+                return reports, None
+            else:
+                self._queue.popleft()
+                books.claim(item)
+                pending, offset = pack.reserve(ref)
+                pending.waiting.append(item)
+                self._pending[ref] = pending
+                return reports, (item, pack, offset)
+            self._queue.popleft()
+            if report is not None:
+                reports.append(report)
+        return reports, None
+
+    def _pack_for(self, ref: PartRef) -> OpenPack | None:
+        """None: there is no memory until some pack has been uploaded."""
+        pack = self._open.get(ref.key.namespace)
+        if pack is not None:
+            if pack.fits(ref):
+                return pack
+            self._close(pack)
+        buffer = self.buffers.take(smallest_buffer(ref))
+        if buffer is None:
+            for oldest in list(self._open.values())[:1]:
+                self._close(oldest)
+            return None
+        pack = self._open[ref.key.namespace] = OpenPack(ref.key.namespace, buffer)
+        return pack
+
+    def _close(self, pack: OpenPack) -> None:
+        del self._open[pack.namespace]
+        self._ready(pack)
+
+    def _copy(self, item: Item, pack: OpenPack, offset: int) -> None:
+        """Only this thread writes to packs that are open, and only it closes them."""
+        nbytes = item.ref.nbytes
+        start = offset + head_bytes(nbytes)
+        view = pack.buffer.view
+        ctypes.memmove(address_of(view) + start, address_of(item.memory), nbytes)
+        checksums = item.checksums or part_checksums(view[start : start + nbytes])
+        view[offset:start] = pack_head(item.ref, checksums)
+        with self._books.lock:
+            pack.added = time.monotonic()
+            report = self._books.unclaim(item)
+        call(report)
