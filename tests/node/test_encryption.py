@@ -15,6 +15,7 @@ from kvferry.client.messages import LoadEnd, Reason, Tier
 from kvferry.config import load_node_settings
 from kvferry.node.node import Node
 from kvferry.observe.exposition import StatisticsCollector
+from kvferry.observe.metrics import METRICS
 
 KEYS = {"old": "0123456789abcdef" * 4, "new": "fedcba9876543210" * 4}
 CHUNKS = digests(6)
@@ -55,7 +56,7 @@ def finds(engine: Engine) -> int:
 
 def metrics(node: Node) -> str:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(StatisticsCollector(node.statistics))
+    registry.register(StatisticsCollector(node.statistics, METRICS))
     return generate_latest(registry).decode()
 
 

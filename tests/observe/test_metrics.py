@@ -14,7 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvferry.errors import MisconfiguredError
 from kvferry.node.counters import Counters, EngineStatus, NodeStatistics
 from kvferry.observe.exposition import MAX_SCRAPES, MetricsPage
-from kvferry.observe.metrics import MAX_LABEL_VALUES, METRICS, Kind
+from kvferry.observe.metric import MAX_LABEL_VALUES, Kind
+from kvferry.observe.metrics import METRICS
 from kvferry.pool.catalogue import Catalogue
 from kvferry.pool.entries import CatalogueStatistics
 from kvferry.pool.slots import SlotAllocator
@@ -61,7 +62,7 @@ def valkey(**failed: int) -> TierStatistics:
 
 
 def scrape(snapshot: NodeStatistics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    page = MetricsPage(lambda: snapshot, port=0)
+    page = MetricsPage(lambda: snapshot, metrics=METRICS, port=0)
     try:
         with urllib.request.urlopen(page.url, timeout=10) as answer:
             text = answer.read().decode()
@@ -124,11 +125,11 @@ def test_a_port_in_use_is_named_with_a_way_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(MisconfiguredError, match=f"metrics port {port} is in use; choose another"):
-            MetricsPage(statistics, port=port)
+            MetricsPage(statistics, metrics=METRICS, port=port)
 
 
 def test_silent_connections_make_room_for_a_scrape_and_end_with_the_page() -> None:
-    page = MetricsPage(statistics, port=0)
+    page = MetricsPage(statistics, metrics=METRICS, port=0)
     with ExitStack() as silent:
         port = int(page.url.rsplit(":", 1)[1].partition("/")[0])
         for _ in range(4 * MAX_SCRAPES):
@@ -140,11 +141,11 @@ def test_silent_connections_make_room_for_a_scrape_and_end_with_the_page() -> No
 
 def test_a_host_that_is_not_this_machines_is_named() -> None:
     with pytest.raises(MisconfiguredError, match=r"192\.0\.2\.1 is no address of this machine"):
-        MetricsPage(statistics, port=0, host="192.0.2.1")
+        MetricsPage(statistics, metrics=METRICS, port=0, host="192.0.2.1")
 
 
 def test_the_page_is_on_loopback_only() -> None:
-    page = MetricsPage(statistics, port=0)
+    page = MetricsPage(statistics, metrics=METRICS, port=0)
     try:
         assert page.url.startswith("http://127.0.0.1:")
     finally:

@@ -196,12 +196,15 @@ def _within_quota(tier: Tier | None, settings: NodeSettings) -> QuotaTier | None
 def run(settings: NodeSettings) -> int:
     """``kvferry node``: serve until SIGTERM or SIGINT. Raises MisconfiguredError at start-up."""
     from kvferry.observe.exposition import MetricsPage
+    from kvferry.observe.metrics import METRICS
 
     with contextlib.ExitStack() as stack:
         node = Node(settings)
         stack.callback(node.close)
         if settings.metrics_port:
-            page = MetricsPage(node.statistics, port=settings.metrics_port, host=settings.metrics_host)
+            page = MetricsPage(
+                node.statistics, metrics=METRICS, port=settings.metrics_port, host=settings.metrics_host
+            )
             stack.callback(page.close)
             if not ipaddress.ip_address(settings.metrics_host).is_loopback:
                 log.warning("metrics are open to everyone who can connect to %s", page.url)

@@ -1,4 +1,4 @@
-"""Serves the metrics of a node in Prometheus's text format: on loopback, unless told otherwise.
+"""Serves the metrics of a process in Prometheus's text format: on loopback, unless told otherwise.
 
 Every user of the host can connect to a loopback port, so what connections may cost is bounded: how many
 there are, and how long one may be silent. The page has no password, and shows numbers and names, no content.
@@ -10,8 +10,8 @@ import ipaddress
 import socket
 import socketserver
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -19,8 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvferry.errors import MisconfiguredError
-from kvferry.node.counters import NodeStatistics
-from kvferry.observe.metrics import METRICS, Kind
+from kvferry.observe.metric import Kind, Metric, S
 
 LOOPBACK = "127.0.0.1"
 MAX_SCRAPES = 8
@@ -29,20 +28,21 @@ SILENT_S = 5.0
 JOIN_S = 5.0
 
 
-class StatisticsCollector(Collector):
+class StatisticsCollector(Collector, Generic[S]):
     """Turns one snapshot per scrape into metric families."""
 
-    def __init__(self, statistics: Callable[[], NodeStatistics]) -> None:
+    def __init__(self, statistics: Callable[[], S], metrics: Sequence[Metric[S]]) -> None:
         self._statistics = statistics
+        self._metrics = metrics
 
     def describe(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """Nothing: registering must not need a snapshot."""
         return iter(())
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """All of ``METRICS``, from one and the same snapshot."""
+        """All of them, from one and the same snapshot."""
         snapshot = self._statistics()
-        for metric in METRICS:
+        for metric in self._metrics:
             kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
             family = kind(metric.name, metric.help, labels=metric.labels)
             for labels, value in metric.read(snapshot):
@@ -106,10 +106,17 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 class MetricsPage:
     """The HTTP server; ``close`` joins its thread."""
 
-    def __init__(self, statistics: Callable[[], NodeStatistics], *, port: int, host: str = LOOPBACK) -> None:
+    def __init__(
+        self,
+        statistics: Callable[[], S],
+        *,
+        metrics: Sequence[Metric[S]],
+        port: int,
+        host: str = LOOPBACK,
+    ) -> None:
         """host: an address of this machine. Raises MisconfiguredError when it or the port cannot be had."""
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(StatisticsCollector(statistics))
+        registry.register(StatisticsCollector(statistics, metrics))
         six = ipaddress.ip_address(host).version == 6
         try:
             self._server = _Server((host, port), socket.AF_INET6 if six else socket.AF_INET)

@@ -1,69 +1,26 @@
-"""The one list of metrics: what a node's statistics are called in Prometheus.
+"""The metrics of a node."""
 
-Names start with ``kvferry_`` and end in their unit; counters carry Prometheus's ``_total`` behind it.
-A metric is one row here: the collector, the documentation's table and the tests all read these rows.
-"""
-
-import enum
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 
 from kvferry.node.counters import NodeStatistics
-
-# Distinct values a label may take; what comes beyond is added up as "other".
-MAX_LABEL_VALUES = 32
-
-Sample = tuple[tuple[str, ...], float]
+from kvferry.observe.metric import Kind, Metric, Sample, bounded
 
 
-class Kind(enum.Enum):
-    """What Prometheus may do with the values: rates of counters, gauges as they are."""
-
-    COUNTER = "counter"
-    GAUGE = "gauge"
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One row. labels: names of its labels. read: the samples in a snapshot, label values first."""
-
-    name: str
-    kind: Kind
-    help: str
-    labels: tuple[str, ...]
-    read: Callable[[NodeStatistics], Iterable[Sample]]
-
-    @property
-    def exposed_name(self) -> str:
-        """As it appears on the metrics page."""
-        return self.name + ("_total" if self.kind is Kind.COUNTER else "")
-
-
-def _gauge(name: str, text: str, read: Callable[[NodeStatistics], float]) -> Metric:
+def _gauge(name: str, text: str, read: Callable[[NodeStatistics], float]) -> Metric[NodeStatistics]:
     return Metric(f"kvferry_{name}", Kind.GAUGE, text, (), lambda node: [((), read(node))])
 
 
-def _counter(name: str, text: str, read: Callable[[NodeStatistics], float]) -> Metric:
+def _counter(name: str, text: str, read: Callable[[NodeStatistics], float]) -> Metric[NodeStatistics]:
     return Metric(f"kvferry_{name}", Kind.COUNTER, text, (), lambda node: [((), read(node))])
 
 
-def _by(label: str, name: str, text: str, read: Callable[[NodeStatistics], Mapping[str, float]]) -> Metric:
-    return Metric(f"kvferry_{name}", Kind.COUNTER, text, (label,), lambda node: _bounded(read(node)))
+def _by(
+    label: str, name: str, text: str, read: Callable[[NodeStatistics], Mapping[str, float]]
+) -> Metric[NodeStatistics]:
+    return Metric(f"kvferry_{name}", Kind.COUNTER, text, (label,), lambda node: bounded(read(node)))
 
 
-def _bounded(values: Mapping[str, float]) -> list[Sample]:
-    """The largest MAX_LABEL_VALUES - 1 by themselves, the rest as ``other``."""
-    ranked = sorted(values.items(), key=lambda item: (-item[1], item[0]))
-    kept, rest = ranked, ranked[:0]
-    if len(ranked) > MAX_LABEL_VALUES:
-        kept, rest = ranked[: MAX_LABEL_VALUES - 1], ranked[MAX_LABEL_VALUES - 1 :]
-    samples: list[Sample] = [((key,), value) for key, value in kept]
-    if rest:
-        samples.append((("other",), sum(value for _, value in rest)))
-    return samples
-
-
-def _tier_counter(name: str, text: str, field: str) -> Metric:
+def _tier_counter(name: str, text: str, field: str) -> Metric[NodeStatistics]:
     def read(node: NodeStatistics) -> list[Sample]:
         return [] if node.tier is None else [((node.tier.name,), float(getattr(node.tier, field)))]
 
@@ -74,7 +31,7 @@ def _tier_failures(node: NodeStatistics) -> list[Sample]:
     if node.tier is None:
         return []
     name = node.tier.name
-    return [((name, *labels), value) for labels, value in _bounded(node.tier.failed)]
+    return [((name, *labels), value) for labels, value in bounded(node.tier.failed)]
 
 
 def _tier_up(node: NodeStatistics) -> list[Sample]:
@@ -86,7 +43,7 @@ def _tier_inflight(node: NodeStatistics) -> list[Sample]:
     return [] if node.tier is None else [((node.tier.name,), node.tier.inflight_bytes)]
 
 
-def _quota(kind: Kind, name: str, text: str, field: str) -> Metric:
+def _quota(kind: Kind, name: str, text: str, field: str) -> Metric[NodeStatistics]:
     """Of the quota; nothing without one."""
 
     def read(node: NodeStatistics) -> list[Sample]:
@@ -105,7 +62,7 @@ def _engines(node: NodeStatistics) -> list[Sample]:
     roles: dict[str, float] = {"scheduler": 0, "worker": 0}
     for engine in node.engines:
         roles[engine.role] = roles.get(engine.role, 0) + 1
-    return _bounded(roles)
+    return bounded(roles)
 
 
 def _parts(node: NodeStatistics) -> list[Sample]:
@@ -117,7 +74,7 @@ def _parts(node: NodeStatistics) -> list[Sample]:
     ]
 
 
-METRICS: tuple[Metric, ...] = (
+METRICS: tuple[Metric[NodeStatistics], ...] = (
     Metric(
         "kvferry_node_info",
         Kind.GAUGE,
