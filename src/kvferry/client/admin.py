@@ -1,4 +1,4 @@
-"""Questions to a node by people and programs: status, explain, drop. Blocking, bounded."""
+"""Questions to a node by people and programs: status, explain, drop, fetch. Blocking, bounded."""
 
 import json
 import socket
@@ -11,9 +11,19 @@ from kvferry.client.handshake import Handshake, Identity, open_socket
 from kvferry.errors import ClosedError, KvferryError, RefusedError, RetryError
 from kvferry.frames import FrameBuffer, refusal_text
 from kvferry.node.framing import decode_from_node, encode
-from kvferry.node.wire import Document, DropQuery, ExplainQuery, Message, Role, StatusQuery
+from kvferry.node.wire import (
+    Document,
+    DropQuery,
+    ExplainQuery,
+    FetchQuery,
+    Message,
+    PromptQuery,
+    Role,
+    StatusQuery,
+)
 
 TIMEOUT_S = 5.0
+DROP_S = 120.0  # a disk or a Valkey may have much to forget
 READ_BYTES = 1 << 18
 
 
@@ -71,16 +81,34 @@ class AdminClient:
             raise RefusedError(f"the node at {self._path} answered without a list of requests")
         return found
 
-    def drop(self, tier: str, *, namespace: bytes = b"") -> dict[str, Any]:
-        """Forget what a tier holds, of one namespace or all: ``{"dropped_bytes": N}``."""
-        return self._ask(DropQuery(tier=tier, namespace=namespace))
+    def prompt(self, request_id: str) -> dict[str, Any]:
+        """The chunks that one request asked for. Raises RefusedError where there is no, or no one, such."""
+        return self._ask(PromptQuery(request_id=request_id))
+
+    def drop(
+        self, tier: str, *, namespace: bytes = b"", older_than_s: float = 0.0, chunks: bytes = b""
+    ) -> dict[str, Any]:
+        """Forget what memory or the tier behind it holds: ``{"dropped_parts", "dropped_bytes", "outcome"}``.
+
+        See ``DropQuery``.
+        """
+        query = DropQuery(tier=tier, namespace=namespace, older_than_s=older_than_s, chunks=chunks)
+        return self._ask(query, DROP_S)
+
+    def fetch(
+        self, namespace: bytes, chunks: bytes, parts: tuple[int, ...], *, within_s: float, mark: int = 0
+    ) -> dict[str, Any]:
+        """Bring parts into memory: ``node.prefetch.Fetched`` as a document. See ``FetchQuery``."""
+        query = FetchQuery(namespace=namespace, chunks=chunks, parts=parts, within_s=within_s, mark=mark)
+        return self._ask(query, within_s + self._timeout_s)
 
     def close(self) -> None:
         """Idempotent."""
         self._sock.close()
 
-    def _ask(self, query: Message) -> dict[str, Any]:
-        give_up = time.monotonic() + self._timeout_s
+    def _ask(self, query: Message, timeout_s: float | None = None) -> dict[str, Any]:
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        give_up = time.monotonic() + timeout_s
         try:
             self._sock.settimeout(self._timeout_s)
             self._sock.sendall(encode(query))
@@ -103,7 +131,7 @@ class AdminClient:
                         return self._document(message.json)
         except TimeoutError as error:
             raise RetryError(
-                f"the node at {self._path} did not answer within {self._timeout_s:.0f} s; is it stopped?"
+                f"the node at {self._path} did not answer within {timeout_s:.0f} s; is it stopped?"
             ) from error
         except OSError as error:
             raise ClosedError(f"the connection to the node at {self._path} is lost: {error}") from error

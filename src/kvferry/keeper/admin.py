@@ -1,4 +1,4 @@
-"""What people and their programs ask of keepers: status, drop, what was reused most, stages. Blocking, bounded.
+"""What people and their programs ask of keepers, blocking and bounded.
 
 ``KeeperAdmin`` is one connection; ``Fleet`` asks all keepers at a time and shares stages as nodes do.
 """

@@ -6,8 +6,6 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
-import msgspec
-
 from kvferry import __version__
 from kvferry.errors import BrokenError, RefusedError
 from kvferry.node.counters import EngineStatus, NamespaceStatus, NodeStatistics
@@ -15,6 +13,8 @@ from kvferry.node.estimate import Estimator
 from kvferry.node.ledger import LedgerStatistics
 from kvferry.node.loading import Loads
 from kvferry.node.lookups import Lookups
+from kvferry.node.prefetch import Prefetches
+from kvferry.node.questions import Questions
 from kvferry.node.saves import Saves
 from kvferry.node.server import Connection
 from kvferry.node.state import Namespace, NodeState
@@ -27,10 +27,7 @@ from kvferry.node.wire import (
     Commit,
     Copied,
     Corrupt,
-    Document,
-    DropQuery,
     EndLoad,
-    ExplainQuery,
     FromClient,
     Hello,
     Join,
@@ -41,7 +38,6 @@ from kvferry.node.wire import (
     Report,
     Reserve,
     Role,
-    StatusQuery,
     Welcome,
 )
 
@@ -64,7 +60,7 @@ class App:
         self.saves = Saves(state, self.loads, self.telling)
         self.estimator = Estimator(state)
         self.lookups = Lookups(state, self.loads, self.estimator, self.telling)
-        self._statistics = statistics
+        self.questions = Questions(state, Prefetches(state, self.loads), statistics=statistics)
         self._domain = domain or None
         self._tag: bytes | None = None
         self._attached: dict[Connection, dict[bytes, Namespace]] = {}
@@ -145,6 +141,7 @@ class App:
     def after_turn(self) -> None:
         """At the end of every wake-up of the loop."""
         self.loads.after_turn()
+        self.questions.after_turn()
         self.telling.after_turn()
 
     def _rare_message(self, connection: Connection, message: FromClient) -> None:
@@ -156,14 +153,7 @@ class App:
                 self.state.counters.engine_failed_tokens += message.failed_tokens
             case Ping():
                 connection.send(Pong())
-            case StatusQuery():
-                connection.send(Document(json=msgspec.json.encode(self._statistics())))
-            case ExplainQuery(request_id=request_id):
-                records = self.state.explain.find(request_id)
-                connection.send(Document(json=msgspec.json.encode({"requests": records})))
-            case DropQuery():
-                connection.send(self._drop(message))
-            case _:
+            case _ if not self.questions.answer(connection, message):
                 raise RefusedError(f"unexpected {type(message).__name__}")
 
     def _attach(self, connection: Connection, message: Attach) -> None:
@@ -220,15 +210,6 @@ class App:
         if space is None:
             raise RefusedError(f"namespace {namespace.hex()} was not attached on this connection")
         return space
-
-    def _drop(self, message: DropQuery) -> Document:
-        if message.tier != "memory":
-            return Document(error="a node drops its memory only; to empty Valkey, use FLUSHALL there")
-        namespace = message.namespace or None
-        if namespace is not None and namespace not in self.state.namespaces:
-            return Document(error=f"unknown namespace {namespace.hex()}; kvferry status lists this node's")
-        freed = self.state.catalogue.drop(namespace)
-        return Document(json=msgspec.json.encode({"dropped_bytes": freed}))
 
 
 def snapshot(

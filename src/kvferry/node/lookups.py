@@ -57,6 +57,7 @@ class Lookups:
         state = self._state
         state.counters.lookups += 1
         prompt = split_digests(asked.chunks)
+        state.prompts.remember(asked.request_id, space.namespace, asked.chunks)
         wanted = prompt[asked.first_chunk :]
         search = Search(connection, space, wanted, len(prompt), state.loop.clock())
         lookup = _Pending(asked, prompt, search, next(state.owners))

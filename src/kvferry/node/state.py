@@ -14,6 +14,7 @@ from kvferry.node.counters import Counters
 from kvferry.node.explain import ExplainRing
 from kvferry.node.keepers import Keepers
 from kvferry.node.pins import Pins
+from kvferry.node.prompts import Prompts
 from kvferry.node.quota import QuotaTier
 from kvferry.pool.arena import Arena
 from kvferry.pool.catalogue import Catalogue
@@ -117,6 +118,7 @@ class NodeState:
     keepers: Keepers | None = None  # of what lies behind the tier
     counters: Counters = field(default_factory=Counters)
     explain: ExplainRing = field(default_factory=ExplainRing)
+    prompts: Prompts = field(default_factory=Prompts)
     evictions: Evictions = field(default_factory=Evictions)
     fetch_rate: RateEstimate = field(default_factory=RateEstimate)  # of the tier
     deep_rates: dict[wire.Tier, RateEstimate] = field(default_factory=dict[wire.Tier, RateEstimate])

@@ -36,6 +36,7 @@ ChunkNumber = Annotated[int, Meta(ge=0, lt=MAX_CHUNKS)]
 PartNumber = Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
 PartSize = Annotated[int, Meta(ge=0, le=MAX_PART_BYTES)]
 Seconds = Annotated[float, Meta(ge=0, le=86400)]
+Age = Annotated[float, Meta(ge=0, le=1e9)]
 
 
 class Role(enum.StrEnum):
@@ -273,10 +274,35 @@ class ExplainQuery(Message, frozen=True):
 
 
 class DropQuery(Message, frozen=True):
-    """Forget what a tier holds. namespace: empty means all."""
+    """Forget what memory, or the tier behind it, holds. namespace: empty means all.
 
-    tier: Annotated[str, Meta(pattern="^(memory|valkey)$")]
+    older_than_s: only what was neither stored nor used since; 0: whatever its age.
+    chunks: of these only, all of the namespace; whatever their age.
+    """
+
+    tier: Annotated[str, Meta(pattern="^(memory|valkey|disk)$")]
     namespace: Annotated[bytes, Meta(max_length=NAMESPACE_BYTES)] = b""
+    older_than_s: Age = 0.0
+    chunks: Digests = b""
+
+
+class PromptQuery(Message, frozen=True):
+    """Which chunks did a request ask for? request_id: as in ``ExplainQuery``, of one request only."""
+
+    request_id: RequestId
+
+
+class FetchQuery(Message, frozen=True):
+    """Bring parts into memory that the tier behind it has. parts: a number for each of the chunks.
+
+    mark: what was stored or used since is not evicted for them; 0: since now. Each answer has one.
+    """
+
+    namespace: Namespace
+    chunks: Digests
+    parts: Annotated[tuple[PartNumber, ...], Meta(min_length=1, max_length=MAX_BATCH)]
+    within_s: Seconds = 30.0
+    mark: Count = 0
 
 
 class Ping(Message, frozen=True):
@@ -393,6 +419,8 @@ FromClient = (
     | StatusQuery
     | ExplainQuery
     | DropQuery
+    | PromptQuery
+    | FetchQuery
     | Ping
 )
 FromNode = (

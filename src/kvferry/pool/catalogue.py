@@ -81,6 +81,11 @@ class Catalogue:
 
     # --- reading
 
+    @property
+    def mark(self) -> int:
+        """Older than whatever is stored or used from now on."""
+        return self._policy.mark
+
     def gaps(self, namespace: bytes, chunks: Sequence[bytes]) -> Iterator[Gap]:
         """Those of these chunks that lack READY parts, in order, with what they lack. Recency stays."""
         return self._space(namespace).gaps(chunks)
@@ -210,17 +215,20 @@ class Catalogue:
             self._unlinked += 1
             self._policy.gone(entry)
 
-    def drop(self, namespace: bytes | None = None) -> int:
-        """Remove every unpinned READY part (of one namespace). Returns the bytes of memory freed."""
+    def drop(self, namespace: bytes | None = None, *, before: int | None = None) -> int:
+        """Remove every unpinned READY part (of one namespace). Returns the bytes of memory freed.
+
+        before: a ``mark``; what was stamped since stays.
+        """
         spaces = self._namespaces.values() if namespace is None else [self._space(namespace)]
-        before = self._slots.used_bytes
+        used = self._slots.used_bytes
         for space in spaces:
             for parts in list(space.chunks.values()):
                 for entry in list(parts.values()):
-                    if entry.readable and not entry.pins:
+                    if entry.readable and not entry.pins and (before is None or entry.stamp < before):
                         self._remove(entry)
                         self._dropped += 1
-        return before - self._slots.used_bytes
+        return used - self._slots.used_bytes
 
     def release_owner(self, owner: Owner) -> None:
         """End everything an owner holds: its pins, and its reservations, which are abandoned."""
