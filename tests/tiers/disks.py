@@ -4,7 +4,8 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,34 +20,46 @@ from kvferry.tiers.disk.segments import SegmentLog
 from kvferry.tiers.disk.settings import DiskSettings
 from kvferry.tiers.disk.tier import DiskTier
 
+ALL = ("read", "write", "allocate", "try_out")
+
 
 class Troubles:
-    """read, write, allocate: the errno that each ends with, 0: none. ``hang``: none of them ends.
+    """read, write, allocate: the errno that each ends with, 0: none. ``hang``: some of them do not end.
 
-    unreadable: places, segment and offset, where a read ends with EIO.
+    unreadable, unwritable: places, segment and offset, where a read or write ends with EIO.
+    judge: asked before each read and write of a segment for its errno: kind, segment, offset, bytes.
+    tried: how often each was begun.
     """
 
     def __init__(self) -> None:
         self.read = self.write = self.allocate = 0
         self.unreadable: set[tuple[int, int]] = set()
+        self.unwritable: set[tuple[int, int]] = set()
+        self.judge: Callable[[str, int, int, int], int] = lambda kind, number, offset, nbytes: 0
+        self.tried: Counter[str] = Counter()
         self.hanging = 0
-        self._go = threading.Event()
-        self._go.set()
+        self._going = {kind: threading.Event() for kind in ALL}
+        for going in self._going.values():
+            going.set()
 
     def fail(self, code: int = errno.EIO) -> None:
         self.read = self.write = self.allocate = code
 
     @contextmanager
-    def hang(self) -> Iterator[None]:
-        self._go.clear()
+    def hang(self, *kinds: str) -> Iterator[None]:
+        """All kinds, if none is named."""
+        for kind in kinds or ALL:
+            self._going[kind].clear()
         try:
             yield
         finally:
-            self._go.set()
+            for going in self._going.values():
+                going.set()
 
-    def meet(self, code: int) -> None:
+    def meet(self, kind: str, code: int) -> None:
+        self.tried[kind] += 1
         self.hanging += 1
-        self._go.wait()
+        self._going[kind].wait()
         self.hanging -= 1
         if code:
             raise OSError(code, os.strerror(code))
@@ -58,22 +71,35 @@ class TroubledFiles(SegmentFiles):
     troubles: Troubles
 
     def read(self, number: int, buffers: Buffers, offset: int) -> int:
-        bad = (number, offset) in self.troubles.unreadable
-        self.troubles.meet(errno.EIO if bad else self.troubles.read)
+        troubles = self.troubles
+        bad = errno.EIO if (number, offset) in troubles.unreadable else troubles.read
+        troubles.meet("read", bad or troubles.judge("read", number, offset, _size(buffers)))
         return super().read(number, buffers, offset)
 
     def write(self, number: int, buffers: Buffers, offset: int) -> int:
-        self.troubles.meet(self.troubles.write)
+        troubles = self.troubles
+        bad = errno.EIO if (number, offset) in troubles.unwritable else troubles.write
+        troubles.meet("write", bad or troubles.judge("write", number, offset, _size(buffers)))
         return super().write(number, buffers, offset)
 
     def allocate(self, number: int, nbytes: int) -> None:
-        self.troubles.meet(self.troubles.allocate)
+        self.troubles.meet("allocate", self.troubles.allocate)
         super().allocate(number, nbytes)
+
+    def discard(self, number: int) -> None:
+        """Another file of that number lies elsewhere."""
+        if hasattr(self, "troubles"):
+            self.troubles.unwritable = {at for at in self.troubles.unwritable if at[0] != number}
+        super().discard(number)
 
     def try_out(self) -> None:
         if hasattr(self, "troubles"):
-            self.troubles.meet(self.troubles.write)
+            self.troubles.meet("try_out", self.troubles.write)
         super().try_out()
+
+
+def _size(buffers: Buffers) -> int:
+    return sum(buffer.nbytes for buffer in buffers)
 
 
 class DiskStore:

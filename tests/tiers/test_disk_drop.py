@@ -11,7 +11,7 @@ from tests.tiers.disks import DiskStore, check, found_right
 from kvferry.identity.names import PartRef
 from kvferry.testing.expectations import eventually
 from kvferry.testing.tier_calls import Results, fetch_all, probe_all, some_bytes, some_ref, store_all
-from kvferry.tiers.contract import Dropped, Droppable, Outcome
+from kvferry.tiers.contract import Droppable, Dropped, Outcome
 from kvferry.tiers.disk.settings import DiskSettings
 from kvferry.tiers.disk.tier import DiskTier
 
@@ -118,7 +118,7 @@ def test_what_is_carried_over_keeps_the_time_of_its_last_use(store: DiskStore) -
 
 
 def test_what_left_before_is_not_found_after_a_drop_either(store: DiskStore, tier: DiskTier) -> None:
-    """A segment that was evicted and is still read keeps its parts on the disk: the drop waits for its end."""
+    """A segment that is still read keeps its parts on the disk: the drop waits for its end."""
     keep(tier, [named(ONE, n) for n in range(40)])
     log = tier._books.log
     with tier._books.lock:

@@ -4,13 +4,12 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.tiers.disk_log import BYTES, REFS, SEGMENT_BYTES, SEGMENTS, Disk
 from tests.tiers.disks import check
 
-from kvferry.errors import CorruptError
 from kvferry.identity.names import PartKey, PartRef
 from kvferry.testing.tier_calls import (
     empty_memory,
@@ -22,11 +21,9 @@ from kvferry.testing.tier_calls import (
 )
 from kvferry.tiers.contract import Outcome
 from kvferry.tiers.disk.address import address_of
-from kvferry.tiers.disk.books import Books
-from kvferry.tiers.disk.files import Buffers, SegmentFiles, aligned_memory
+from kvferry.tiers.disk.files import SegmentFiles, aligned_memory
 from kvferry.tiers.disk.format import (
     BLOCK_BYTES,
-    Mark,
     Preamble,
     SegmentHead,
     next_link,
@@ -37,152 +34,11 @@ from kvferry.tiers.disk.format import (
     read_segment,
 )
 from kvferry.tiers.disk.opening import open_log
-from kvferry.tiers.disk.records import RecordIO
-from kvferry.tiers.disk.recovery import scan, without_torn
-from kvferry.tiers.disk.places import Lack, Place
-from kvferry.tiers.disk.segments import SegmentLog
 from kvferry.tiers.disk.settings import DiskSettings
-from kvferry.tiers.disk.threads import Janitor
 from kvferry.tiers.disk.tier import DiskTier
 
-SEGMENT_BYTES = 12 * BLOCK_BYTES
-SEGMENTS = 4
-SIZES = (1, 100, 4096, 5000, 9000, 40, 12000, 8192, 7, 300, 20000, 4097)
-REFS = [some_ref(size, n) for n, size in enumerate(SIZES)]
-BYTES = [some_bytes(size, n) for n, size in enumerate(SIZES)]
-UNDER_WAY = 3
-
-
-class Write(NamedTuple):
-    segment: int
-    offset: int
-    data: bytes
-
-
-class MemoryFiles:
-    """Segments in memory, and every write to them in order."""
-
-    def __init__(self) -> None:
-        self.segments: dict[int, bytearray] = {}
-        self.journal: list[Write] = []
-
-    def allocate(self, number: int, nbytes: int) -> None:
-        self.segments[number] = bytearray(random.Random(number).randbytes(nbytes))
-
-    def read(self, number: int, buffers: Buffers, offset: int) -> int:
-        start = offset
-        for buffer in buffers:
-            piece = self.segments[number][offset : offset + buffer.nbytes]
-            buffer[: len(piece)] = piece
-            offset += len(piece)
-        return offset - start
-
-    def write(self, number: int, buffers: Buffers, offset: int) -> int:
-        data = b"".join(buffers)
-        assert offset + len(data) <= SEGMENT_BYTES
-        self.segments[number][offset : offset + len(data)] = data
-        self.journal.append(Write(number, offset, data))
-        return len(data)
-
-    def after_a_crash(self, nbytes: int) -> "MemoryFiles":
-        """As the first ``nbytes`` written bytes left it. A single block is whole or not there."""
-        found = MemoryFiles()
-        for number in self.segments:
-            found.allocate(number, SEGMENT_BYTES)
-        for number, offset, data in self.journal:
-            part = data[: max(0, nbytes)]
-            if len(data) > BLOCK_BYTES or len(part) == len(data):
-                found.segments[number][offset : offset + len(part)] = part
-            nbytes -= len(data)
-        return found
-
-
-class Disk:
-    """The log, its files and the steps between, on one thread."""
-
-    def __init__(self, files: MemoryFiles, log: SegmentLog) -> None:
-        self.files, self.log = files, log
-        self.records = RecordIO(files)
-        self._janitor = Janitor(Books(DiskSettings(Path(), 1), log), files)  # type: ignore[arg-type]
-
-    @classmethod
-    def empty(cls) -> "Disk":
-        return cls(MemoryFiles(), SegmentLog(segment_bytes=SEGMENT_BYTES, max_segments=SEGMENTS))
-
-    @classmethod
-    def recovered(cls, files: MemoryFiles) -> "Disk":
-        records = RecordIO(files)
-        found, free = [], []
-        for number in files.segments:
-            segment = scan(
-                number, lambda at, n=number: records.read_block(n, at), segment_bytes=SEGMENT_BYTES
-            )  # type: ignore[misc]
-            if segment is None:
-                free.append(number)
-            else:
-                found.append(segment)
-        if found:
-            newest = max(found, key=lambda segment: segment.head.generation)
-            found.remove(newest)
-            whole = lambda ref, at: records.is_whole(newest.number, ref, at)  # noqa: E731
-            found.append(without_torn(newest, whole, under_way=UNDER_WAY))
-        log = SegmentLog(segment_bytes=SEGMENT_BYTES, max_segments=SEGMENTS)
-        log.restore(free, found)
-        return cls(files, log)
-
-    def settle(self) -> None:
-        while (step := self.log.next_step()) is not None:
-            self._janitor._do(step)
-
-    def store(self, n: int) -> None:
-        while (place := self.log.reserve(REFS[n])) is Lack.NO_ROOM:
-            self.settle()
-        if place is not Lack.PRESENT:
-            assert not isinstance(place, Lack)
-            self.records.write(place, BYTES[n], ())
-            assert not self.log.commit(place)
-        self.settle()
-
-    def fail_to_store(self, n: int) -> None:
-        """The disk refused after half of it."""
-        place = self.log.reserve(REFS[n])
-        if not isinstance(place, Lack):
-            self.log.abandon(place, again=False)
-        self.settle()
-
-    def remove(self, n: int) -> None:
-        _, places = self.log.remove(REFS[n])
-        for place in places:
-            self.records.mark(place, Mark.REMOVED)
-            self.log.unpin(place)
-
-    def fetch(self, n: int) -> bool:
-        """Whether it was there. AssertionError for other bytes than were stored."""
-        place = self.log.pin(REFS[n])
-        if place is None:
-            return False
-        memory = empty_memory(SIZES[n])
-        self.records.read(place, REFS[n], memory)
-        assert memory == BYTES[n]
-        self.log.unpin(place)
-        return self.log.use(REFS[n])
-
-    def records_right(self, place: Place, ref: PartRef, memory: memoryview) -> bool:
-        """Whether the tier would hand it out."""
-        try:
-            self.records.read(place, ref, memory)
-        except CorruptError:
-            return False
-        return True
-
-    def held(self) -> set[PartRef]:
-        return set(self.log.records)
-
-
-OPERATIONS = st.lists(
-    st.tuples(st.sampled_from(["store", "store", "fetch", "remove", "fail_to_store"]), st.integers(0, 11)),
-    max_size=60,
-)
+KINDS = ["store", "store", "fetch", "remove", "fail_to_store", "have_no_room_for_one_of_two"]
+OPERATIONS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 11)), max_size=60)
 
 
 @given(OPERATIONS)
@@ -199,6 +55,8 @@ def test_a_part_is_found_with_its_own_bytes_or_not_at_all(operations: list[tuple
             assert disk.fetch(n), "not there right after it was stored"
         elif what == "remove":
             stored.discard(n)
+        elif what == "have_no_room_for_one_of_two":
+            stored.add((n + 1) % len(REFS))
         for m in range(len(REFS)):
             assert not disk.log.records.get(REFS[m]) or m in stored, "there without having been stored"
     for n in range(len(REFS)):

@@ -12,7 +12,7 @@ from kvferry.errors import CorruptError, MisconfiguredError
 from kvferry.tiers.disk.files import SegmentFiles
 from kvferry.tiers.disk.format import read_segment
 from kvferry.tiers.disk.places import Place, Scanned
-from kvferry.tiers.disk.records import RecordIO
+from kvferry.tiers.disk.records import Moves, RecordIO
 from kvferry.tiers.disk.recovery import scan, without_torn
 from kvferry.tiers.disk.segments import SegmentLog
 from kvferry.tiers.disk.settings import MIN_SEGMENTS, DiskSettings, segments_within, usual_segment_bytes
@@ -73,7 +73,7 @@ def _open_log(files: SegmentFiles, settings: DiskSettings, wall: Callable[[], fl
     beyond = _beyond(kept, settings.max_parts)
     leaving = [segment.number for segment in kept[:beyond]]
     kept = kept[beyond:]
-    kept[-NEWEST:] = [_verified(files, segment, settings) for segment in kept[-NEWEST:]]
+    kept[-NEWEST:] = [verified(files, segment, under_way=settings.writers + 1) for segment in kept[-NEWEST:]]
     segments = SegmentLog(
         segment_bytes=segment_bytes, max_segments=limit, max_parts=settings.max_parts, wall=wall
     )
@@ -93,13 +93,13 @@ def _beyond(kept: Sequence[Scanned], max_parts: int) -> int:
     return 0
 
 
-def _verified(files: SegmentFiles, scanned: Scanned, settings: DiskSettings) -> Scanned:
+def verified(files: Moves, scanned: Scanned, *, under_way: int) -> Scanned:
     """As many records as threads may have been writing are read whole; what is torn is marked, once."""
     records = RecordIO(files)
     found = without_torn(
         scanned,
         lambda ref, offset: records.is_whole(scanned.number, ref, offset),
-        under_way=settings.writers + 1,
+        under_way=under_way,
     )
     for (was, offset), (preamble, _) in zip(scanned.records, found.records, strict=True):
         if preamble.mark is not was.mark:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvferry.identity.names import PartRef
-from kvferry.tiers.disk.format import FIRST_RECORD, Preamble, SegmentHead
+from kvferry.tiers.disk.format import FIRST_RECORD, Preamble, SegmentHead, record_bytes
 
 
 class State(enum.Enum):
@@ -112,3 +112,13 @@ class Segment:
     failures: int = 0
     refs: set[PartRef] = field(default_factory=set[PartRef])
     gaps: list[Reservation] = field(default_factory=list[Reservation])
+
+    def take_back(self) -> None:
+        """Gaps at its end are no gaps: the next record goes there."""
+        while True:
+            ends = {gap.place.offset + record_bytes(gap.ref.nbytes): gap for gap in self.gaps}
+            last = ends.get(self.end)
+            if last is None:
+                return
+            self.gaps.remove(last)
+            self.end, self.link = last.place.offset, last.before

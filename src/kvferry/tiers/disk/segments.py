@@ -110,8 +110,7 @@ class SegmentLog:
         if active is None:
             return Lack.NO_ROOM
         if record is None and self._crowded():
-            if not self._leaving and not self._sealed():
-                self._seal()
+            self._make_way(active)
             return Lack.NO_ROOM
         room = self.segment_bytes - active.end
         if nbytes > room or (not carried and nbytes > room - self._kept_free):
@@ -194,14 +193,12 @@ class SegmentLog:
         for number in self._leaving:
             if not self._segments[number].pins:
                 return Step(StepKind.RETIRE, number)
-        free = [s for s in self._segments.values() if s.state is State.FREE]
-        growing = self.may_grow and len(self._segments) < self.max_segments
-        if self._active is None:
+        if self._active is None and self._can_begin():
+            free = [s for s in self._segments.values() if s.state is State.FREE]
             if free:
                 return Step(StepKind.BEGIN, min(free, key=lambda s: s.failures).number)
-            if growing:
-                return Step(StepKind.ALLOCATE, self._unused_number())
-        elif (free or growing) and not self._crowded():
+            return Step(StepKind.ALLOCATE, self._unused_number())
+        if self._active is not None and self._can_begin() and not self._crowded():
             return self._gap_step()
         sealed = self._sealed()
         if self._leaving or not sealed:
@@ -320,7 +317,7 @@ class SegmentLog:
             self._seal(segment)
         elif segment.state in (State.ACTIVE, State.SEALED):
             segment.gaps.append(gap)
-            self._take_back(segment)
+            segment.take_back()
 
     # -- recovery ----------------------------------------------------------------------------------
 
@@ -409,6 +406,17 @@ class SegmentLog:
     def _crowded(self) -> bool:
         return len(self.records) + len(self._writing) >= self.max_parts
 
+    def _make_way(self, active: Segment) -> None:
+        """So that the oldest can leave, though there is room: the active one may be that, or have no room for
+        what is carried over."""
+        half_full = active.end > self.segment_bytes // CARRIED_SHARE
+        if not self._leaving and (not self._sealed() or (half_full and self._can_begin())):
+            self._seal()
+
+    def _can_begin(self) -> bool:
+        growing = self.may_grow and len(self._segments) < self.max_segments
+        return growing or any(s.state is State.FREE for s in self._segments.values())
+
     def _sealed(self) -> list[Segment]:
         return [s for s in self._segments.values() if s.state is State.SEALED]
 
@@ -423,16 +431,6 @@ class SegmentLog:
         segment.state = State.LEAVING
         segment.gaps.clear()
         self._leaving.add(segment.number)
-
-    def _take_back(self, segment: Segment) -> None:
-        """Gaps at its end are no gaps: the next record goes there."""
-        while True:
-            ends = {gap.place.offset + record_bytes(gap.ref.nbytes): gap for gap in segment.gaps}
-            last = ends.get(segment.end)
-            if last is None:
-                return
-            segment.gaps.remove(last)
-            segment.end, segment.link = last.place.offset, last.before
 
     def _unused_number(self) -> int:
         return next(n for n in range(self.max_segments + len(self._segments) + 1) if n not in self._segments)
