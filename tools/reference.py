@@ -3,9 +3,14 @@
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvferry.config import NODE_SETTINGS
+from kvferry.keeper.settings import KEEPER_SETTINGS
+from kvferry.observe.keeper_metrics import KEEPER_METRICS
+from kvferry.observe.metric import Metric
 from kvferry.observe.metrics import METRICS
+from kvferry.sources import Setting
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = (
@@ -18,8 +23,8 @@ def _rows(rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def settings_table() -> str:
-    """One row per setting of a node."""
+def settings_table(settings: Sequence[Setting]) -> str:
+    """One row per setting."""
     rows = [
         (
             "-" if setting.environment_only else f"`{setting.flag} {setting.metavar}`",
@@ -27,34 +32,38 @@ def settings_table() -> str:
             "-" if setting.environment_only else f"`{setting.name}`",
             setting.help or "Valkey's password itself",
         )
-        for setting in NODE_SETTINGS
+        for setting in settings
     ]
     return _rows([("flag", "environment", "TOML key", "what"), ("---",) * 4, *rows])
 
 
-def metrics_table() -> str:
+def metrics_table(metrics: Sequence[Metric[Any]]) -> str:
     """One row per metric."""
     rows = [
         (f"`{metric.exposed_name}`", metric.kind.value, ", ".join(metric.labels) or "-", metric.help)
-        for metric in METRICS
+        for metric in metrics
     ]
     return _rows([("metric", "kind", "labels", "what"), ("---",) * 4, *rows])
 
 
-def updated(text: str, table: str) -> str:
-    """The document with its generated part replaced."""
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n{table}\n{END}{after}"
+def updated(text: str, tables: Sequence[str]) -> str:
+    """The document with its generated parts replaced, in order. ValueError for another number of them."""
+    before, *rest = text.split(BEGIN)
+    parts = zip(tables, rest, strict=True)
+    return before + "".join(f"{BEGIN}\n{table}\n{END}{after.split(END)[1]}" for table, after in parts)
 
 
 def main(arguments: Sequence[str]) -> int:
     """0 when every document is (now) up to date."""
     stale = []
-    for name, table in (("settings", settings_table()), ("metrics", metrics_table())):
+    documents = (
+        ("settings", [settings_table(NODE_SETTINGS), settings_table(KEEPER_SETTINGS)]),
+        ("metrics", [metrics_table(METRICS), metrics_table(KEEPER_METRICS)]),
+    )
+    for name, tables in documents:
         path = ROOT / "docs" / f"{name}.md"
         text = path.read_text()
-        if (fresh := updated(text, table)) != text:
+        if (fresh := updated(text, tables)) != text:
             stale.append(str(path.relative_to(ROOT)))
             if "--check" not in arguments:
                 path.write_text(fresh)

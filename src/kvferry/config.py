@@ -117,7 +117,8 @@ def format_size(nbytes: float) -> str:
     return f"{nbytes:.{places}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
-def _parse_limit(text: str | int) -> int:
+def parse_limit(text: str | int) -> int:
+    """A size that a limit may have. Raises MisconfiguredError."""
     nbytes = parse_size(text)
     if nbytes < MIN_LIMIT_BYTES:
         raise MisconfiguredError(
@@ -126,7 +127,8 @@ def _parse_limit(text: str | int) -> int:
     return nbytes
 
 
-def _parse_port(text: str | int) -> int:
+def parse_port(text: str | int) -> int:
+    """Of a server; 0 stands for none. Raises MisconfiguredError."""
     return parse_count(text, lowest=0, highest=65535)
 
 
@@ -134,7 +136,8 @@ def _parse_deadline(text: str | int) -> int:
     return parse_count(text, lowest=10, highest=600_000)
 
 
-def _parse_url_text(text: object) -> str:
+def parse_url_text(text: object) -> str:
+    """One line, not shown: a password may be in it. Raises MisconfiguredError."""
     if not isinstance(text, str) or NO_LINE.search(text):
         raise MisconfiguredError("the URL (not shown) is not one line of text; write valkey://host:6379")
     return text
@@ -165,7 +168,7 @@ KEEPERS_SETTINGS = (
 
 NODE_SETTINGS = (
     Setting("pool", parse_size, "SIZE", "host memory for KV, like 16GiB (default 4GiB)", "pool_bytes"),
-    Setting("valkey", _parse_url_text, "URL", "valkey://host:port, or valkeys:// for TLS", "valkey"),
+    Setting("valkey", parse_url_text, "URL", "valkey://host:port, or valkeys:// for TLS", "valkey"),
     Setting("disk", parse_path, "DIR", "directory to keep KV in, instead of Valkey", "disk"),
     Setting("disk_size", parse_size, "SIZE", "what its files may take, like 500GiB", "disk_bytes"),
     Setting(
@@ -179,7 +182,7 @@ NODE_SETTINGS = (
     Setting("group", parse_group, "GROUP", "name or number of a group that may connect", "group"),
     Setting(
         "metrics_port",
-        _parse_port,
+        parse_port,
         "PORT",
         f"port of the metrics; 0: none (default {DEFAULT_METRICS_PORT})",
         "metrics_port",
@@ -203,11 +206,11 @@ NODE_SETTINGS = (
         "encryption_keys",
     ),
     Setting(
-        "valkey_quota", _parse_limit, "SIZE", "what this node may hold in Valkey, like 200GiB", "valkey_quota"
+        "valkey_quota", parse_limit, "SIZE", "what this node may hold in Valkey, like 200GiB", "valkey_quota"
     ),
     Setting(
         "valkey_write_rate",
-        _parse_limit,
+        parse_limit,
         "SIZE",
         "what this node may write to Valkey per second",
         "valkey_write_rate",

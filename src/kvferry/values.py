@@ -15,6 +15,10 @@ MAX_SOCKET_PATH_BYTES = 107  # of Linux, without the closing zero
 MAX_GROUP = (1 << 32) - 2
 _OVERFLOW_GROUP = Path("/proc/sys/kernel/overflowgid")
 
+MAX_AGE_S = 1e9
+_AGE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)")
+_AGE_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
 _COUNT = re.compile(r"[+-]?[0-9]{1,18}")
 _WHOLE = re.compile(r"([+-]?)0*([0-9]+)")
 _MAX_DIGITS = 30  # of a number that is shown in full, and far beyond any bound
@@ -58,6 +62,15 @@ def parse_whole(value: object, *, lowest: int, highest: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise MisconfiguredError(f"{value!r} is not a whole number; give one from {lowest} to {highest}")
     return parse_count(value, lowest=lowest, highest=highest)
+
+
+def parse_age(text: object) -> float:
+    """Seconds from ``90s``, ``15m``, ``12h``, ``30d``, or a number of seconds. Raises MisconfiguredError."""
+    match = _AGE.fullmatch(str(text).strip()) if isinstance(text, str | int) else None
+    seconds = float(match[1]) * _AGE_UNITS[match[2]] if match else 0.0
+    if not 0 < seconds <= MAX_AGE_S:
+        raise MisconfiguredError(f"{text!r} is no age; write it like 12h or 30d")
+    return seconds
 
 
 def parse_text(text: object) -> str:

@@ -29,13 +29,14 @@ OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 # verb -> (module, one line of help)
 VERBS = {
     "node": ("kvferry.cli.node", "run this host's node: shared memory pool, Valkey behind it"),
+    "keeper": ("kvferry.cli.keeper", "run a keeper: NVMe and a bucket behind Valkey"),
     "flags": ("kvferry.cli.flags", "print what adds kvferry to an engine, or its user to Valkey"),
     "status": ("kvferry.cli.status", "what the node of this host holds and does"),
     "explain": ("kvferry.cli.explain", "why a request hit or missed"),
     "size": ("kvferry.cli.size", "KV bytes of a model per token and per request, from its config"),
     "concurrency": ("kvferry.cli.concurrency", "how many requests GPUs hold at once, and what limits them"),
     "plan": ("kvferry.cli.plan", "what to set for a workload, and what to expect"),
-    "price": ("kvferry.cli.price", "what a shared cache earns and costs a month, and when it does not pay"),
+    "price": ("kvferry.cli.price", "what a shared cache earns and costs a month"),
     "drop": ("kvferry.cli.drop", "forget what a tier holds"),
     "analyze": ("kvferry.cli.analyze", "what a trace or request log could reuse, and at which capacity"),
     "demo": ("kvferry.demo.main", "a whole fleet on this machine, proving reuse with a real engine"),
@@ -66,7 +67,9 @@ def _overview() -> Parser:
         usage="kvferry VERB [options]",
         add_help=False,  # ``_dispatch`` sees to it, and every line counts
     )
-    parser.add_argument("--version", action="version", version=f"kvferry {__version__}")
+    parser.add_argument(
+        "--version", action="version", version=f"kvferry {__version__}", help=argparse.SUPPRESS
+    )
     verbs = parser.add_argument_group("verbs")
     for name, (_, line) in VERBS.items():
         verbs.add_argument(f"{name:<11}", nargs="?", help=line, metavar=f"{name:<11}")

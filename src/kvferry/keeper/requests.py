@@ -43,6 +43,8 @@ from kvferry.tiers.contract import Dropped, Outcome, Transfer
 MAX_TICKETS = 4096
 MAX_ASKED_PARTS = 1 << 18
 """Of one peer under way: what it asks beyond is answered at once, with UNKNOWN and REFUSED."""
+MAX_RUNNING = 16
+"""Of one admin: questions about the keeper as a whole."""
 _CODES = {outcome: code for code, outcome in enumerate(OUTCOMES)}
 
 
@@ -109,13 +111,16 @@ class Requests:
         keeping: Keeping,
         loop: Loop,
         status: Callable[[], bytes],
+        slowly: Callable[[Callable[[], None]], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """status: the keeper's as JSON."""
+        """status: the keeper's as JSON. slowly: runs what may take a moment, on another thread."""
         self._send = send
         self._keeping = keeping
         self._loop = loop
         self._status = status
+        self._slowly = slowly
+        self._running = 0
         self._clock = clock
         self._questions: dict[int, _Question] = {}
         self._parts = 0
@@ -226,16 +231,33 @@ class Requests:
     def _admin(self, message: ToKeeper) -> None:
         match message:
             case StatusQuery(ticket=ticket):
-                self._send(Document(ticket=ticket, json=self._status()))
+                self._run(lambda: [Document(ticket=ticket, json=self._status())])
             case Drop():
                 self._drop(message)
-            case MostReused(ticket=ticket, within_s=within_s, max_bytes=max_bytes, namespace=namespace):
-                found = self._keeping.most_reused(
-                    within_s=within_s, max_bytes=max_bytes, namespace=namespace or None
-                )
-                self._reused(ticket, found)
+            case MostReused():
+                self._run(partial(self._reused, message))
             case _:
                 raise RefusedError(f"unexpected {type(message).__name__}")
+
+    def _run(self, work: Callable[[], Sequence[Message]]) -> None:
+        """On the thread for such things; the answers go out from here."""
+        if self._running >= MAX_RUNNING:
+            raise RefusedError(f"{MAX_RUNNING} questions wait already")
+        self._running += 1
+
+        def run() -> None:
+            answers: Sequence[Message] = []
+            try:
+                answers = work()
+            finally:
+                self._loop.post(partial(self._ran, answers))
+
+        self._slowly(run)
+
+    def _ran(self, answers: Sequence[Message]) -> None:
+        self._running -= 1
+        for answer in answers:
+            self._answer(answer)
 
     def _drop(self, message: Drop) -> None:
         ticket = message.ticket
@@ -264,14 +286,16 @@ class Requests:
         if not self._closed:
             self._send(message)
 
-    def _reused(self, ticket: int, refs: Sequence[PartRef]) -> None:
+    def _reused(self, message: MostReused) -> list[Message]:
         """In runs of one namespace each, so that the order says which are the most reused."""
+        found = self._keeping.most_reused(
+            within_s=message.within_s, max_bytes=message.max_bytes, namespace=message.namespace or None
+        )
         runs: list[list[PartRef]] = []
-        for ref in refs:
+        for ref in found:
             if not runs or runs[-1][-1].key.namespace != ref.key.namespace or len(runs[-1]) >= MAX_REFS:
                 runs.append([])
             runs[-1].append(ref)
-        for run in runs:
-            self._send(Reused(ticket=ticket, parts=Parts.of(run)[0], last=run is runs[-1]))
         if not runs:
-            self._send(Reused(ticket=ticket, parts=None, last=True))
+            return [Reused(ticket=message.ticket, parts=None, last=True)]
+        return [Reused(ticket=message.ticket, parts=Parts.of(run)[0], last=run is runs[-1]) for run in runs]

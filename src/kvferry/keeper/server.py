@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvferry import __version__
@@ -105,7 +106,11 @@ class Connection:
         self._server = server
         self.link = Link(sock, loop=server.loop, owner=self)
         self.requests = Requests(
-            self.link.send, keeping=server.keeping, loop=server.loop, status=server.status
+            self.link.send,
+            keeping=server.keeping,
+            loop=server.loop,
+            status=server.status,
+            slowly=server.slowly,
         )
         self._timer: Timer = server.loop.at(server.loop.clock() + HELLO_TIMEOUT_S, self._hello_late)
 
@@ -194,11 +199,16 @@ class Server:
         host, port = self._sock.getsockname()[:2]
         self.address = Address(host, port)
         self.loop.watch(self._sock, selectors.EVENT_READ, self)
+        self._slow = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvferry-keeper-slow")
         self._thread = threading.Thread(target=self.loop.run, name="kvferry-keeper-server", daemon=True)
 
     def start(self) -> None:
         """Serve, on a thread of its own."""
         self._thread.start()
+
+    def slowly(self, work: Callable[[], None]) -> None:
+        """Run what may take a moment, on a thread for such things."""
+        self._slow.submit(work)
 
     def close(self) -> None:
         """Close every connection and join the thread. Idempotent."""
@@ -210,6 +220,7 @@ class Server:
             self._thread.join(JOIN_S)
         else:
             self._end()
+        self._slow.shutdown(cancel_futures=True)
         self.loop.close()
 
     def statistics(self) -> ServerStatistics:
