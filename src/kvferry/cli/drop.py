@@ -1,46 +1,94 @@
-"""``kvferry drop memory``: forget what host memory holds and nobody uses now."""
+"""``kvferry drop TIER``: forget what a tier holds: all, of a namespace or a request, or what is old."""
 
 import argparse
 import json
 import re
+import sys
+from contextlib import ExitStack
 from typing import Any
 
-from kvferry.cli.address import add_socket_argument, asked
+from kvferry.cli.address import add_socket_argument
+from kvferry.cli.keepers import OTHERS, add_keeper_arguments
 from kvferry.config import format_size
-from kvferry.errors import MisconfiguredError, RefusedError
-from kvferry.identity.names import DOMAIN_TAG_BYTES, NAMESPACE_BYTES
+from kvferry.errors import MisconfiguredError
+from kvferry.identity.names import NAMESPACE_BYTES
+from kvferry.values import parse_age
 
+ALL = "all"
+# What lies deepest goes first: it could be brought back up from there. Twice, for what was on its way.
+ORDER = ("objects", "disk", "valkey", "memory")
 _DIGITS = 2 * NAMESPACE_BYTES
 _MIN_DIGITS = 4
-_TAG = 2 * DOMAIN_TAG_BYTES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which tier of which node, and how much of it."""
-    parser.add_argument("tier", choices=["memory"], help="the tier to empty")
+    """Which tier, and how much of it."""
+    parser.add_argument("tier", choices=[*reversed(ORDER), ALL], help="the tier to empty, or all of them")
     parser.add_argument(
         "--namespace",
         metavar="HEX",
         help="only this namespace; the digits that kvferry status shows will do (default: all)",
     )
+    parser.add_argument(
+        "--request", metavar="ID", help="only the prompt of this request, as kvferry explain takes it"
+    )
+    parser.add_argument(
+        "--older-than", metavar="AGE", help="only what nobody stored or used for so long, like 12h or 30d"
+    )
+    add_keeper_arguments(parser)
+    parser.add_argument("--valkey", metavar="URL", help="the Valkey itself, where there is no keeper")
     add_socket_argument(parser)
     parser.add_argument("--json", action="store_true", help="the answer for programs")
+    parser.epilog = OTHERS
 
 
 def main(args: argparse.Namespace) -> int:
-    """Ask the node and say how much went."""
-    wanted = _checked(args.namespace)
-    with asked(args) as admin:
-        namespace = wanted if len(wanted) in (0, _DIGITS) else _known(admin.status(), wanted)
-        answer = admin.drop(args.tier, namespace=bytes.fromhex(namespace))
-    dropped = answer.get("dropped_bytes")
-    if not isinstance(dropped, int):
-        raise RefusedError("the node did not say how much it dropped; kvferry status shows what it holds")
+    """Ask whoever holds it, and say how much went."""
+    digits = _checked(args.namespace)
+    if args.request is not None and (digits or args.older_than is not None):
+        raise MisconfiguredError("--request names its own chunks; leave --namespace and --older-than out")
+    older_than_s = _age(args.older_than)
+    from kvferry.cli.drop_tiers import Droppers
+
+    with ExitStack() as stack:
+        droppers = Droppers(args, stack, namespace=digits, request=args.request, older_than_s=older_than_s)
+        gone = droppers.drop(ORDER) if args.tier == ALL else droppers.drop([args.tier], named=True)
+    total = sum(each.nbytes for each in gone)
     if args.json:
-        print(json.dumps({"tier": args.tier, **answer}))
+        print(
+            json.dumps(
+                {
+                    "tier": args.tier,
+                    "dropped_parts": sum(each.parts for each in gone),
+                    "dropped_bytes": total,
+                    "from": [each.document() for each in gone],
+                }
+            )
+        )
     else:
-        print(f"dropped {format_size(dropped)} from {args.tier}")
-    return 0
+        print(f"dropped {format_size(total)} from {_named(gone, args.tier)}")
+    failed = [each for each in gone if each.error]
+    for each in failed:
+        print(f"kvferry: {each.tier} of {each.where}: {each.error}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _named(gone: Any, tier: str) -> str:
+    """Which tiers it was, with what of each where there is more than one."""
+    sums: dict[str, int] = {}
+    for each in gone:
+        sums[each.tier] = sums.get(each.tier, 0) + each.nbytes
+    if tier != ALL:
+        return tier
+    return ", ".join(f"{name} ({format_size(nbytes)})" for name, nbytes in sums.items())
+
+
+def _age(text: str | None) -> float:
+    """Seconds; 0 for any age. Raises MisconfiguredError."""
+    try:
+        return 0.0 if text is None else parse_age(text)
+    except MisconfiguredError as error:
+        raise MisconfiguredError(f"--older-than: {error}") from error
 
 
 def _checked(text: str | None) -> str:
@@ -53,14 +101,3 @@ def _checked(text: str | None) -> str:
             "that kvferry status shows"
         )
     return text.lower()
-
-
-def _known(status: dict[str, Any], beginning: str) -> str:
-    """The node's only namespace that begins so, with its domain's tag or behind it. Raises RefusedError."""
-    spaces = status.get("namespaces")
-    names = [str(space["namespace"]) for space in spaces] if isinstance(spaces, list) else []
-    found = [name for name in names if beginning in (name[: len(beginning)], name[_TAG:][: len(beginning)])]
-    if len(found) != 1:
-        what = f"{len(found)} namespaces begin" if found else "no namespace begins"
-        raise RefusedError(f"{what} with {beginning}; kvferry status --json lists the node's")
-    return found[0]

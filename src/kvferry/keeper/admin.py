@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -282,10 +282,10 @@ class Fleet:
         namespace: bytes = b"",
         older_than_s: float = 0.0,
         refs: Sequence[PartRef] = (),
-    ) -> dict[str, Dropped]:
+    ) -> dict[str, Dropped | KvferryError]:
         """By keeper. All are asked: what was another's share once may still be with any of them.
 
-        refs: these alone. Raises the first error, after all of them have answered.
+        refs: these alone.
         """
 
         def one(keeper: KeeperAdmin) -> Dropped:
@@ -303,10 +303,12 @@ class Fleet:
 
     def most_reused(self, within_s: float, max_bytes: int, *, namespace: bytes = b"") -> list[PartRef]:
         """Of at most so many bytes: each keeper's most reused first, in turn."""
-        found = self._each(lambda keeper: keeper.most_reused(within_s, max_bytes, namespace=namespace))
+        answers = self._each(lambda keeper: keeper.most_reused(within_s, max_bytes, namespace=namespace))
+        found = [answer for answer in answers.values() if not isinstance(answer, KvferryError)]
+        self.errors += [str(answer) for answer in answers.values() if isinstance(answer, KvferryError)]
         wanted: dict[PartRef, None] = {}
         total = 0
-        for ref in _in_turn(found.values()):
+        for ref in _in_turn(found):
             if ref not in wanted and total + ref.nbytes <= max_bytes:
                 wanted[ref] = None
                 total += ref.nbytes
@@ -347,15 +349,28 @@ class Fleet:
                         said.failed[outcome.value] += 1
         return said
 
-    def _each(self, ask: Callable[[KeeperAdmin], T]) -> dict[str, T]:
-        running = {name: self._threads.submit(ask, keeper) for name, keeper in self._keepers.items()}
-        errors = [future.exception() for future in running.values()]
-        for error in errors:
-            if error is not None:
-                raise error
+    def tiers(self) -> frozenset[str]:
+        """Names of those that any of them has."""
+        found: set[str] = set()
+        for status in self._each(lambda keeper: keeper.status()).values():
+            if isinstance(status, dict):
+                with suppress(KeyError, TypeError):
+                    found |= {str(tier["name"]) for tier in status["keeper"]["tiers"]}
+        return frozenset(found)
+
+    def _each(self, ask: Callable[[KeeperAdmin], T]) -> dict[str, T | KvferryError]:
+        """What each says, or why it does not."""
+
+        def answer(keeper: KeeperAdmin) -> T | KvferryError:
+            try:
+                return ask(keeper)
+            except KvferryError as error:
+                return error
+
+        running = {name: self._threads.submit(answer, keeper) for name, keeper in self._keepers.items()}
         return {name: future.result() for name, future in running.items()}
 
 
-def _in_turn(lists: "Iterator[list[PartRef]] | Any") -> Iterator[PartRef]:
+def _in_turn(lists: Sequence[Sequence[PartRef]]) -> Iterator[PartRef]:
     for row in itertools.zip_longest(*lists):
         yield from (ref for ref in row if ref is not None)
