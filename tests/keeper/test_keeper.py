@@ -8,7 +8,7 @@ from tests.keeper.rig import Rig, contents, fill, holds, prompt, rigged
 
 from kvferry.keeper.wire import Where
 from kvferry.testing.expectations import eventually
-from kvferry.tiers.contract import Outcome
+from kvferry.tiers.contract import Dropped, Outcome
 
 
 @pytest.fixture
@@ -98,3 +98,21 @@ def test_the_most_reused_come_first(rig: Rig) -> None:
     assert found == [*often, once[0]]
     assert rig.keeper.most_reused(within_s=3600, max_bytes=1 << 30, namespace=b"o" * 16) == []
     assert bytes(contents(often[0])) != bytes(contents(once[0]))
+
+
+def test_named_parts_are_dropped_from_one_tier_alone(rig: Rig) -> None:
+    refs = prompt("a", 6)
+    rig.tell_stored(refs)
+    rig.idle()
+    found: list[Dropped] = []
+    ready = threading.Event()
+
+    def done(dropped: Dropped) -> None:
+        found.append(dropped)
+        ready.set()
+
+    rig.keeper.drop("disk", namespace=None, older_than_s=None, parts=refs[:2], done=done)
+    assert ready.wait(30)
+    assert found == [Dropped(2, 2 * refs[0].nbytes)]
+    assert rig.locate(refs) == [Where.OBJECTS] * 2 + [Where.DISK] * 4
+    assert holds(rig.valkey, refs)

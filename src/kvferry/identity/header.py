@@ -10,7 +10,14 @@ from typing import NamedTuple
 import xxhash
 
 from kvferry.errors import BrokenError, CorruptError
-from kvferry.identity.names import DIGEST_BYTES, MAX_PARTS, NAMESPACE_BYTES, PartKey
+from kvferry.identity.names import (
+    DIGEST_BYTES,
+    MAX_PART_BYTES,
+    MAX_PARTS,
+    NAMESPACE_BYTES,
+    PartKey,
+    PartRef,
+)
 from kvferry.identity.stripes import CHECKSUM_BYTES, HEADER_BYTES, MAX_STRIPES, Stripe, stripe_plan
 
 __all__ = [
@@ -21,6 +28,7 @@ __all__ = [
     "NONCE_BYTES",
     "TAG_BYTES",
     "SealedHeader",
+    "named_part",
     "pack_header",
     "pack_sealed_header",
     "sealed_name",
@@ -177,6 +185,19 @@ def verify_sealed_header(
     head = _verified(buf, name, cipher=key_id)
     cipher = head[_CIPHER_AT:_CHECK_AT]
     return SealedHeader(name, cipher[KEY_ID_BYTES:], head[_CHECKSUM_AT:_CIPHER_AT], name + cipher)
+
+
+def named_part(buf: bytes | bytearray | memoryview) -> PartRef:
+    """The part that a stripe with this header belongs to, for one who found it by its key.
+
+    Raises CorruptError for what is no whole header. Whether it is the right one is the caller's to see.
+    """
+    head = _verified(buf, struct.pack("<4sH", MAGIC, HEADER_VERSION), cipher=b"")
+    fields = _NAME.unpack_from(head)
+    namespace, chunk, part, nbytes = fields[4], fields[5], fields[6], fields[10]
+    if part >= MAX_PARTS or not 1 <= nbytes <= MAX_PART_BYTES:
+        raise CorruptError(f"stored header: part {part} of {nbytes} bytes")
+    return PartRef(PartKey(namespace, chunk, part), nbytes)
 
 
 def _verified(buf: bytes | bytearray | memoryview, name: bytes, *, cipher: bytes) -> bytes:

@@ -11,21 +11,22 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvferry.errors import RefusedError
 from kvferry.identity.names import PartRef
 from kvferry.keeper.below import Below, Held, LowerTier
 from kvferry.keeper.buffers import Buffers
 from kvferry.keeper.copies import Copies
-from kvferry.keeper.drops import Drops
+from kvferry.keeper.deletion import Deletion
 from kvferry.keeper.forms import Form, Plain
 from kvferry.keeper.limits import Limits
 from kvferry.keeper.reuse import ReuseTable
+from kvferry.keeper.scan import Scanner, ScanSettings
 from kvferry.keeper.stager import Done, Stager
 from kvferry.keeper.staging import Request
 from kvferry.keeper.statistics import KeeperStatistics, StageStatistics, line_statistics
 from kvferry.keeper.wire import Where
 from kvferry.loop import Loop
-from kvferry.tiers.contract import Droppable, Dropped, Outcome, Tier, Transfer
+from kvferry.tiers.contract import Dropped, Outcome, Tier, Transfer
+from kvferry.tiers.valkey.keyspace import Keyspace
 
 log = logging.getLogger("kvferry.keeper")
 
@@ -47,8 +48,11 @@ class Keeper:
         objects: LowerTier | None,
         limits: Limits | None = None,
         form: Form | None = None,
+        keyspace: Keyspace | None = None,
+        scan: ScanSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """keyspace: Valkey's keys; None: they are neither searched nor dropped."""
         self._limits = limits or Limits()
         self._valkey = valkey
         self._below = Below(disk=disk, objects=objects, form=form or Plain())
@@ -66,15 +70,28 @@ class Keeper:
             limits=self._limits,
         )
         self._reuse = ReuseTable(self._limits.reused_parts)
-        self._drops = Drops()
-        self._lock = threading.Lock()  # of the table of uses, the drops and the counters
+        self._lock = threading.Lock()  # of the table of uses and the counters
         self._located: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
         self._gate = threading.Lock()  # what was posted before the end is done before the end
         self._closed = False
         self._ending = threading.Event()
+        self._scanner = (
+            Scanner(keyspace, settings=scan or ScanSettings(), found=self._found) if keyspace else None
+        )
+        self._deletion = Deletion(
+            post=self._post,
+            clock=clock,
+            valkey=valkey,
+            below=self._below,
+            copies=self._copies,
+            stager=self._stager,
+            scanner=self._scanner,
+        )
         self._thread = threading.Thread(target=self._run, name="kvferry-keeper", daemon=True)
         self._thread.start()
+        if self._scanner is not None:
+            self._scanner.start()
 
     # ---- what nodes tell
 
@@ -83,7 +100,7 @@ class Keeper:
         with self._lock:
             self._told["stored"] += len(refs)
             self._told["likely"] += sum(likely)
-            dropping = self._dropping(refs)
+        dropping = self._deletion.among(refs)
         likely = [wanted and ref not in dropping for ref, wanted in zip(refs, likely, strict=True)]
         if any(likely):
             self._post(partial(self._copies.stored, refs, positions, likely))
@@ -92,8 +109,16 @@ class Keeper:
         """These were loaded, from whichever tier, the head of the prompt first."""
         with self._lock:
             self._told["used"] += len(refs)
+        self._used(refs)
+
+    def _found(self, refs: Sequence[PartRef]) -> None:
+        """The scan says that these were used lately."""
+        self._used(refs)
+
+    def _used(self, refs: Sequence[PartRef]) -> None:
+        with self._lock:
             self._reuse.used(refs, self._loop.clock())
-            dropping = self._dropping(refs)
+        dropping = self._deletion.among(refs)
         if dropping:
             refs = [ref for ref in refs if ref not in dropping]
 
@@ -109,8 +134,7 @@ class Keeper:
     ) -> None:
         """Where each is below Valkey. Counts as a use of what is there."""
 
-        with self._lock:
-            dropping = self._dropping(refs)
+        dropping = self._deletion.among(refs)
 
         def looked(held: Sequence[Held]) -> None:
             found = [
@@ -126,8 +150,7 @@ class Keeper:
     def stage(self, refs: Sequence[PartRef], *, deadline: float, done: Done) -> Transfer:
         """Bring them into Valkey, in this order; ``done`` once per index, by the deadline."""
         asked = _Asked(self._post, self._stager)
-        with self._lock:
-            dropping = self._dropping(refs)
+        dropping = self._deletion.among(refs)
         if dropping:
             refs, done = _without(refs, dropping, done)
         if not self._post(partial(asked.begin, refs, deadline, done)):
@@ -139,38 +162,10 @@ class Keeper:
 
     def remove(self, refs: Sequence[PartRef], *, done: Callable[[], None] | None = None) -> None:
         """Delete them in every tier; ``done`` when none has them any more, as far as the tiers know."""
-        going = frozenset(ref.key for ref in refs)
         with self._lock:
             self._told["removed"] += len(refs)
             self._reuse.forget(refs)
-
-        def begin() -> None:
-            self._copies.forget(lambda ref: ref.key in going)
-            self._stager.forget(lambda ref: ref.key in going)
-            self._remove_all(refs, done)
-
-        if not self._post(begin) and done is not None:
-            done()
-
-    def _remove_all(self, refs: Sequence[PartRef], done: Callable[[], None] | None) -> None:
-        names = [name for ref in refs for name in self._below.form.names(ref)]
-        lower = (self._below.objects, self._below.disk)
-        targets: list[tuple[Tier, Sequence[PartRef]]] = [(tier, names) for tier in lower if tier is not None]
-        targets.append((self._valkey, refs))
-        left = len(targets)
-        lock = threading.Lock()
-
-        def ended(outcomes: Sequence[Outcome]) -> None:
-            nonlocal left
-            del outcomes
-            with lock:
-                left -= 1
-                last = not left
-            if last and done is not None:
-                done()
-
-        for tier, some in targets:
-            tier.remove(some, done=ended)
+        self._deletion.remove(refs, done or _nothing)
 
     def drop(
         self,
@@ -178,53 +173,20 @@ class Keeper:
         *,
         namespace: bytes | None,
         older_than_s: float | None,
+        parts: Sequence[PartRef] | None = None,
         done: Callable[[Dropped], None],
     ) -> None:
-        """Forget what ``valkey``, ``disk`` or ``objects`` hold: all, of a namespace, or what is old.
+        """Forget what ``valkey``, ``disk`` or ``objects`` hold: all, a namespace, old parts, or named ones.
 
         Raises RefusedError for a tier that this keeper does not have.
         """
-        target = self._droppable(tier)
-        whole = older_than_s is None
-        if whole:
+        if parts is not None:
+            self._deletion.drop_parts(tier, parts, done)
+            return
+        self._deletion.drop(tier, namespace=namespace, older_than_s=older_than_s, done=done)
+        if older_than_s is None:
             with self._lock:
-                self._drops.begin(namespace)
                 self._reuse.forget_namespace(namespace)
-
-        def ended(dropped: Dropped) -> None:
-            if whole:
-                with self._lock:
-                    self._drops.end(namespace, self._loop.clock())
-            done(dropped)
-
-        def begin() -> None:
-            if whole:
-                self._forget_namespace(tier, namespace)
-            target.drop(namespace=namespace, older_than_s=older_than_s, done=ended)
-
-        if not self._post(begin):
-            ended(Dropped(0, 0, Outcome.LATE))
-
-    def _droppable(self, tier: str) -> Droppable:
-        found = {"disk": self._below.disk, "objects": self._below.objects}.get(tier)
-        if found is None:
-            raise RefusedError(f"this keeper has no tier {tier!r} to drop from")
-        return found
-
-    def _forget_namespace(self, tier: str, namespace: bytes | None) -> None:
-        def unwanted(ref: PartRef) -> bool:
-            return namespace is None or ref.key.namespace == namespace
-
-        if tier == "valkey":
-            self._stager.forget(unwanted)
-        else:
-            self._copies.forget(unwanted, tier=tier)
-
-    def _dropping(self, refs: Sequence[PartRef]) -> frozenset[PartRef]:
-        """Those that are being deleted. Under the lock."""
-        now = self._loop.clock()
-        going = {space for space in {ref.key.namespace for ref in refs} if self._drops.covers(space, now)}
-        return frozenset(ref for ref in refs if ref.key.namespace in going) if going else frozenset()
 
     # ---- about itself
 
@@ -268,7 +230,7 @@ class Keeper:
                 stages=stages,
                 keep=line_statistics(self._copies.keep, now),
                 flush=line_statistics(self._copies.flush, now),
-                scan=None,
+                scan=self._scanner.statistics if self._scanner is not None else None,
                 located=dict(self._located),
                 told_stored_parts=self._told["stored"],
                 told_likely_parts=self._told["likely"],
@@ -287,6 +249,8 @@ class Keeper:
             if self._closed:
                 return
             self._closed = True
+        if self._scanner is not None:
+            self._scanner.close()
         self._loop.post(self._end)
         give_up = time.monotonic() + self._limits.close_s
         self._ending.wait(max(0.0, give_up - time.monotonic()))
@@ -339,6 +303,10 @@ class _Asked:
     def _cancel(self) -> None:
         if self._request is not None:
             self._stager.cancel(self._request)
+
+
+def _nothing() -> None:
+    """Nobody waits for it."""
 
 
 def _without(refs: Sequence[PartRef], dropping: frozenset[PartRef], done: Done) -> tuple[list[PartRef], Done]:

@@ -18,6 +18,8 @@ def first_commands(settings: ValkeySettings) -> list[bytes]:
     """What a connection begins with. The last one asks for an answer of one who may be here."""
     url = settings.url
     commands = [command(b"CLIENT", b"SETNAME", settings.client_name.encode()), command(b"PING")]
+    if settings.no_touch:
+        commands.insert(1, command(b"CLIENT", b"NO-TOUCH", b"ON"))  # an older server says no: so be it
     if _authenticates(url):
         names = [url.user.encode()] if url.user else []
         commands.insert(0, command(b"AUTH", *names, (url.password or "").encode()))

@@ -24,6 +24,8 @@ class ValkeySettings:
     idle_s: without an answer for so long a server is asked for one, in the background.
     survey_s: so often a server is asked for its settings and for how long it keeps values.
     queued_stripes: stripes waiting per shard and kind of work; more are refused.
+    no_touch: nothing but a probe, a touch or a store makes a value look used (CLIENT NO-TOUCH): for one who
+    reads in order to copy.
     protection: of the stored values, by checksum or encryption.
     """
 
@@ -38,4 +40,5 @@ class ValkeySettings:
     survey_s: float = 60.0
     queued_stripes: int = 65536
     client_name: str = "kvferry"
+    no_touch: bool = False
     protection: Protection = field(default_factory=Checksums)

@@ -28,6 +28,7 @@ from kvferry.tiers.valkey.jobs import (
     store_jobs,
     undo_jobs,
 )
+from kvferry.tiers.valkey.keyspace import Keyspace
 from kvferry.tiers.valkey.router import Router
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.shard import Shard
@@ -142,6 +143,10 @@ class ValkeyTier:
                 done([part.outcome for part in parts])
 
         self._ask_all(refs, Verb.UNLINK, deadline=time.monotonic() + REMOVE_S, ended=ended)
+
+    def keyspace(self) -> Keyspace:
+        """All keys of the servers in use, for one who has time to look at them."""
+        return Keyspace(self._settings, lambda: [shard.address for shard in self._router.shards])
 
     def statistics(self) -> TierStatistics:
         """See the contract. ``detail`` holds server versions, shards in trouble and warnings."""

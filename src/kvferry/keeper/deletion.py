@@ -1,0 +1,189 @@
+"""Deletes parts in a keeper's tiers: named ones, a namespace, what is old.
+
+While a drop runs, and shortly after, none of it may come back from another tier: a fleet's drop goes tier by
+tier, and what one has lost could be copied there again from one that still has it.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvferry.errors import RefusedError
+from kvferry.identity.names import PartRef
+from kvferry.keeper.below import Below
+from kvferry.keeper.copies import Copies
+from kvferry.keeper.scan import Scanner
+from kvferry.keeper.stager import Stager
+from kvferry.tiers.contract import Droppable, Dropped, Outcome, Tier
+
+GRACE_S = 3.0
+"""Between two tiers of one drop at most."""
+
+
+class Drops:
+    """Namespaces that are being dropped; None stands for all. Times are monotonic seconds. Pure."""
+
+    def __init__(self) -> None:
+        self._running: dict[bytes | None, int] = {}
+        self._until: dict[bytes | None, float] = {}
+
+    def begin(self, namespace: bytes | None) -> None:
+        """A drop starts. One of old parts only is none of this: what is used again may come back."""
+        self._running[namespace] = self._running.get(namespace, 0) + 1
+
+    def end(self, namespace: bytes | None, now: float) -> None:
+        """It is done."""
+        self._running[namespace] -= 1
+        if not self._running[namespace]:
+            del self._running[namespace]
+        self._until = {space: until for space, until in self._until.items() if until > now}
+        self._until[namespace] = now + GRACE_S
+
+    def covers(self, namespace: bytes, now: float) -> bool:
+        """Whether parts of it are being deleted."""
+        return any(
+            space in self._running or self._until.get(space, -math.inf) > now for space in (namespace, None)
+        )
+
+    def among(self, refs: Sequence[PartRef], now: float) -> frozenset[PartRef]:
+        """Those that are being deleted."""
+        if not self._running and not self._until:
+            return frozenset()
+        going = {space for space in {ref.key.namespace for ref in refs} if self.covers(space, now)}
+        return frozenset(ref for ref in refs if ref.key.namespace in going)
+
+
+class Deletion:
+    """post: onto the keeper's thread, False once it closes; what is called ``..._now`` runs there."""
+
+    def __init__(
+        self,
+        *,
+        post: Callable[[Callable[[], None]], bool],
+        clock: Callable[[], float],
+        valkey: Tier,
+        below: Below,
+        copies: Copies,
+        stager: Stager,
+        scanner: Scanner | None,
+    ) -> None:
+        self._post = post
+        self._clock = clock
+        self._valkey = valkey
+        self._below = below
+        self._copies = copies
+        self._stager = stager
+        self._scanner = scanner
+        self._lock = threading.Lock()
+        self._drops = Drops()
+
+    def among(self, refs: Sequence[PartRef]) -> frozenset[PartRef]:
+        """Those that are being deleted, and must not come back now."""
+        with self._lock:
+            return self._drops.among(refs, self._clock())
+
+    def remove(self, refs: Sequence[PartRef], done: Callable[[], None]) -> None:
+        """In every tier; ``done`` when none has them any more, as far as the tiers know."""
+        if not self._post(partial(self._remove_now, refs, done)):
+            done()
+
+    def drop_parts(self, tier: str, refs: Sequence[PartRef], done: Callable[[Dropped], None]) -> None:
+        """In one tier. Raises RefusedError for a tier that this keeper does not have."""
+        target = {"valkey": self._valkey, "disk": self._below.disk, "objects": self._below.objects}.get(tier)
+        if target is None:
+            raise _no_such_tier(tier)
+        if not self._post(partial(self._drop_parts_now, tier, target, refs, done)):
+            done(Dropped(0, 0, Outcome.LATE))
+
+    def drop(
+        self,
+        tier: str,
+        *,
+        namespace: bytes | None,
+        older_than_s: float | None,
+        done: Callable[[Dropped], None],
+    ) -> None:
+        """All of a tier, of a namespace, or what is old. Raises RefusedError as above."""
+        target = self._droppable(tier)
+        whole = older_than_s is None
+        if whole:
+            with self._lock:
+                self._drops.begin(namespace)
+
+        def ended(dropped: Dropped) -> None:
+            if whole:
+                with self._lock:
+                    self._drops.end(namespace, self._clock())
+            done(dropped)
+
+        def begin() -> None:
+            if whole:
+                self._forget_now(tier, lambda ref: namespace in (None, ref.key.namespace))
+            target.drop(namespace=namespace, older_than_s=older_than_s, done=ended)
+
+        if not self._post(begin):
+            ended(Dropped(0, 0, Outcome.LATE))
+
+    def _droppable(self, tier: str) -> Droppable | Scanner:
+        tiers: dict[str, Droppable | Scanner | None] = {
+            "valkey": self._scanner,
+            "disk": self._below.disk,
+            "objects": self._below.objects,
+        }
+        found = tiers.get(tier)
+        if found is None:
+            raise _no_such_tier(tier)
+        return found
+
+    def _forget_now(self, tier: str, unwanted: Callable[[PartRef], bool]) -> None:
+        """What is under way to that tier does not stay there."""
+        if tier == "valkey":
+            self._stager.forget(unwanted)
+        else:
+            self._copies.forget(unwanted, tier=tier)
+
+    def _drop_parts_now(
+        self, tier: str, target: Tier, refs: Sequence[PartRef], done: Callable[[Dropped], None]
+    ) -> None:
+        going = frozenset(refs)
+        self._forget_now(tier, going.__contains__)
+        names = refs if tier == "valkey" else self._names(refs)
+
+        def ended(outcomes: Sequence[Outcome]) -> None:
+            gone = [name for name, outcome in zip(names, outcomes, strict=True) if outcome is Outcome.OK]
+            bad = [outcome for outcome in outcomes if outcome not in (Outcome.OK, Outcome.MISS)]
+            done(Dropped(len(gone), sum(name.nbytes for name in gone), bad[0] if bad else Outcome.OK))
+
+        target.remove(names, done=ended)
+
+    def _remove_now(self, refs: Sequence[PartRef], done: Callable[[], None]) -> None:
+        going = frozenset(ref.key for ref in refs)
+        self._copies.forget(lambda ref: ref.key in going)
+        self._stager.forget(lambda ref: ref.key in going)
+        lower = (self._below.objects, self._below.disk)
+        targets: list[tuple[Tier, Sequence[PartRef]]] = [
+            (tier, self._names(refs)) for tier in lower if tier is not None
+        ]
+        targets.append((self._valkey, refs))
+        left = len(targets)
+        lock = threading.Lock()
+
+        def ended(outcomes: Sequence[Outcome]) -> None:
+            nonlocal left
+            del outcomes
+            with lock:
+                left -= 1
+                last = not left
+            if last:
+                done()
+
+        for tier, names in targets:
+            tier.remove(names, done=ended)
+
+    def _names(self, refs: Sequence[PartRef]) -> list[PartRef]:
+        return [name for ref in refs for name in self._below.form.names(ref)]
+
+
+def _no_such_tier(tier: str) -> RefusedError:
+    return RefusedError(f"this keeper has no tier {tier!r} to drop from")

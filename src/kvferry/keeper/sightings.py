@@ -1,0 +1,61 @@
+"""When each key was used last, as passes over the whole of Valkey saw it. Pure.
+
+What was used between two passes was stored and wanted again. Only what both passes saw tells that: what is
+new has no earlier sighting. Of more keys than can be remembered, every two passes look at another slice.
+"""
+
+import xxhash
+
+SLACK_S = 2.0
+"""Servers count idle time by the second."""
+MAX_SLICES = 1 << 16
+
+
+class Sightings:
+    """At most ``max_keys`` of a pass are remembered, and as many of the pass before. Times in seconds."""
+
+    def __init__(self, *, max_keys: int) -> None:
+        self._max_keys = max_keys
+        self._before: dict[int, float] = {}
+        self._now: dict[int, float] = {}
+        self._slices = 1
+        self._slice = 0
+        self._second = False  # the second pass over this slice
+        self._missed = False
+
+    def wanted(self, name: bytes) -> bool:
+        """Whether this pass looks at that key."""
+        return xxhash.xxh3_64_intdigest(name) % self._slices == self._slice
+
+    def saw(self, name: bytes, earliest: float, latest: float) -> bool:
+        """It was used last between these times. True if that was surely after the pass before."""
+        key = xxhash.xxh3_64_intdigest(name)
+        before = self._before.get(key)
+        used_again = before is not None and earliest > before + SLACK_S
+        if len(self._now) < self._max_keys or key in self._now:
+            self._now[key] = latest
+        else:
+            self._missed = True
+        return used_again
+
+    def looked_into(self, name: bytes, at: float) -> None:
+        """We read it at that time ourselves, which older servers take for a use."""
+        key = xxhash.xxh3_64_intdigest(name)
+        if key in self._now:
+            self._now[key] = at
+
+    def end_pass(self) -> None:
+        """The next pass begins."""
+        count, self._before, self._now = len(self._now), self._now, {}
+        if self._missed:
+            self._slices = min(2 * self._slices, MAX_SLICES)
+        elif self._slices > 1 and count < self._max_keys // 4:
+            self._slices //= 2
+        elif self._slices > 1 and self._second:
+            self._slice += 1
+        else:
+            self._second = True
+            return
+        self._missed = False
+        self._second = False
+        self._slice %= self._slices

@@ -1,0 +1,245 @@
+"""The scan of a real Valkey: what was used is found, what was not is left alone; drops reach every key."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from tests.keeper.rig import EAGER, NAMESPACE, contents, fill, holds, prompt
+from tests.servers import Cluster, Server, must, running_cluster, running_server
+
+from kvferry.identity.names import PartRef
+from kvferry.keeper.keeper import Keeper
+from kvferry.keeper.scan import Scanner, ScanSettings
+from kvferry.testing.expectations import eventually
+from kvferry.testing.memory_tier import MemoryTier
+from kvferry.testing.tier_calls import probe_all
+from kvferry.tiers.contract import Dropped, Outcome
+from kvferry.tiers.valkey.keyspace import Keyspace, parse_key
+from kvferry.tiers.valkey.settings import ValkeySettings
+from kvferry.tiers.valkey.tier import ValkeyTier
+from kvferry.tiers.valkey.url import ValkeyUrl
+
+QUICK = ScanSettings(every_s=0.0, page_keys=50, page_s=0.0, share=0.9)
+OTHERS = b"o" * 16
+BIG = 300_000  # several stripes
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Server]:
+    with running_server("--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru") as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: Server) -> Server:
+    shared.ask("FLUSHALL")
+    return shared
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running_cluster("--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru") as made:
+        yield made
+
+
+@pytest.fixture
+def valkey(server: Server) -> Iterator[ValkeyTier]:
+    tier = ValkeyTier.connect(server.settings())
+    yield tier
+    tier.close()
+
+
+class Ear:
+    """Hears what a scan finds."""
+
+    def __init__(self) -> None:
+        self.refs: set[PartRef] = set()
+
+    def found(self, refs: Sequence[PartRef]) -> None:
+        self.refs |= set(refs)
+
+
+@pytest.fixture
+def ear() -> Ear:
+    return Ear()
+
+
+def started(keyspace: Keyspace, settings: ScanSettings, ear: Ear) -> Scanner:
+    scanner = Scanner(keyspace, settings=settings, found=ear.found)
+    scanner.start()
+    return scanner
+
+
+def passed(scanner: Scanner, passes: int = 2) -> None:
+    """So many whole passes have gone by since now."""
+    wanted = scanner.statistics.passes + passes
+    eventually(lambda: scanner.statistics.passes >= wanted, "passes")
+
+
+def dropped(scanner: Scanner, *, namespace: bytes | None, older_than_s: float | None = None) -> Dropped:
+    found: list[Dropped] = []
+    ready = threading.Event()
+
+    def done(result: Dropped) -> None:
+        found.append(result)
+        ready.set()
+
+    scanner.drop(namespace=namespace, older_than_s=older_than_s, done=done)
+    assert ready.wait(60)
+    return found[0]
+
+
+def use_until(tier: ValkeyTier, refs: Sequence[PartRef], seen: Callable[[], object]) -> None:
+    """Used now and then, until that is seen; servers count idle time by the second."""
+    next_use = 0.0
+
+    def use_and_look() -> object:
+        nonlocal next_use
+        if time.monotonic() >= next_use:
+            assert probe_all(tier, refs) == [Outcome.OK] * len(refs)
+            next_use = time.monotonic() + 4
+        return seen()
+
+    eventually(use_and_look, "what was used is found")
+
+
+def used_later(tier: ValkeyTier, refs: Sequence[PartRef], scanner: Scanner) -> None:
+    use_until(tier, refs, lambda: scanner.statistics.found_parts)
+
+
+def test_what_is_used_again_is_found_and_nothing_else(valkey: ValkeyTier, ear: Ear) -> None:
+    refs = prompt("a", 12, nbytes=BIG)
+    fill(valkey, refs)
+    scanner = started(valkey.keyspace(), QUICK, ear)
+    try:
+        passed(scanner, 3)
+        used_later(valkey, refs[:2], scanner)
+        passed(scanner, 3)
+        assert ear.refs <= set(refs[:2])
+        assert ear.refs
+    finally:
+        scanner.close()
+
+
+def test_a_chunk_of_another_keeper_is_left_to_it(valkey: ValkeyTier, ear: Ear) -> None:
+    refs = prompt("a", 6)
+    fill(valkey, refs)
+    mine = refs[3]
+    settings = ScanSettings(every_s=0.0, page_s=0.0, share=0.9, owns=lambda chunk: chunk == mine.key.chunk)
+    scanner = started(valkey.keyspace(), settings, ear)
+    try:
+        passed(scanner)
+        used_later(valkey, refs, scanner)
+        passed(scanner)
+        assert ear.refs == {mine}
+    finally:
+        scanner.close()
+
+
+def test_looking_leaves_no_trace(server: Server, valkey: ValkeyTier, ear: Ear) -> None:
+    refs = prompt("a", 3)
+    fill(valkey, refs)
+    names = server.key_names()
+    before = time.monotonic()
+    eventually(lambda: must(server.ask("OBJECT", "IDLETIME", names[0])) >= 2, "an idle key")
+    scanner = started(valkey.keyspace(), QUICK, ear)
+    try:
+        passed(scanner, 3)
+        with_header = valkey.keyspace().open(valkey.keyspace().servers()[0])
+        assert set(with_header.parts(names)) == set(refs)
+        with_header.close()
+        for name in names:
+            assert must(server.ask("OBJECT", "IDLETIME", name)) >= 2
+    finally:
+        scanner.close()
+    assert time.monotonic() > before
+
+
+@pytest.mark.parametrize("older", [None, 2.0])
+def test_a_drop_reaches_every_key_of_its_namespace_and_no_other(
+    valkey: ValkeyTier, ear: Ear, older: float | None
+) -> None:
+    mine, theirs = prompt("a", 700, nbytes=200), prompt("b", 5, nbytes=BIG, namespace=OTHERS)
+    fill(valkey, mine)
+    fill(valkey, theirs)
+    fresh = mine[:3]
+    scanner = started(valkey.keyspace(), ScanSettings(), ear)
+    try:
+        if older is not None:
+            assert dropped(scanner, namespace=NAMESPACE, older_than_s=3600) == Dropped(0, 0)
+            shelf = valkey.keyspace().open(valkey.keyspace().servers()[0])
+            keys = [f"kvf1:{r.key.namespace.hex()}:{r.key.chunk.hex()}:0:0".encode() for r in mine[3:]]
+            eventually(lambda: min(shelf.idle_s(keys)) >= older + 8, "idle keys")
+            shelf.close()
+            assert probe_all(valkey, fresh) == [Outcome.OK] * 3
+        result = dropped(scanner, namespace=NAMESPACE, older_than_s=older and older + 5)
+        gone = mine if older is None else mine[3:]
+        assert result == Dropped(len(gone), sum(ref.nbytes for ref in gone))
+        left = theirs if older is None else [*fresh, *theirs]
+        assert probe_all(valkey, [*mine, *theirs]) == [
+            Outcome.OK if ref in left else Outcome.MISS for ref in [*mine, *theirs]
+        ]
+    finally:
+        scanner.close()
+
+
+def test_every_shard_of_a_cluster_is_looked_through_and_dropped_from(cluster: Cluster, ear: Ear) -> None:
+    tier = ValkeyTier.connect(cluster.settings())
+    refs = prompt("c", 40, nbytes=BIG)
+    fill(tier, refs)
+    scanner = started(tier.keyspace(), QUICK, ear)
+    try:
+        passed(scanner)
+        used_later(tier, refs, scanner)
+        eventually(lambda: len(ear.refs) == len(refs), "all parts of all shards were found")
+        assert ear.refs == set(refs)
+        assert dropped(scanner, namespace=None) == Dropped(40, 40 * BIG)
+        assert [server.key_names() for server in cluster.servers] == [[]] * len(cluster.servers)
+    finally:
+        scanner.close()
+        tier.close()
+
+
+def test_a_server_that_permits_no_scan_is_named_and_nothing_else_suffers(server: Server, ear: Ear) -> None:
+    must(server.ask("ACL", "SETUSER", "node", "reset", "on", ">pw", "~kvf1:*", "+@all", "-scan"))
+    url = ValkeyUrl((server.address,), user="node", password="pw")
+    tier = ValkeyTier.connect(ValkeySettings(url))
+    scanner = started(tier.keyspace(), QUICK, ear)
+    try:
+        eventually(lambda: "scan" in scanner.statistics.error.lower(), "the complaint")
+        assert dropped(scanner, namespace=None).outcome is Outcome.FAILED
+    finally:
+        scanner.close()
+        tier.close()
+        server.ask("ACL", "DELUSER", "node")
+
+
+def test_a_keeper_copies_what_it_was_never_told_of_once_it_is_used(server: Server) -> None:
+    with_other = ValkeyTier.connect(server.settings())
+    refs = prompt("a", 5)
+    fill(with_other, [*refs, *prompt("once", 5)])
+    tier = ValkeyTier.connect(server.settings())
+    disk = MemoryTier("disk")
+    keeper = Keeper(valkey=tier, disk=disk, objects=None, limits=EAGER, keyspace=tier.keyspace(), scan=QUICK)
+    try:
+        eventually(lambda: keeper.statistics().scan.passes > 1, "passes")
+        use_until(with_other, refs, lambda: holds(disk, refs))
+        assert len(disk.parts) == 5
+    finally:
+        keeper.close()
+        with_other.close()
+
+
+def test_names_that_are_not_ours_are_passed_over() -> None:
+    ref = prompt("a", 1)[0]
+    name = f"kvf1:{ref.key.namespace.hex()}:{ref.key.chunk.hex()}:0:3"
+    found = parse_key(name.encode())
+    assert found is not None
+    assert (found.part, found.stripe, found.key_id) == (ref.key, 3, b"")
+    sealed = parse_key(name.encode() + b":00ff00ff")
+    assert sealed is not None
+    assert sealed.key_id == bytes.fromhex("00ff00ff")
+    for other in ("kvf1:probe", name[:-1], name + ":", name.upper(), name + ":0", "kvf2" + name[4:]):
+        assert parse_key(other.encode()) is None
+    assert contents(ref)
