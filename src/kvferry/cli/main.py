@@ -38,6 +38,7 @@ VERBS = {
     "plan": ("kvferry.cli.plan", "what to set for a workload, and what to expect"),
     "price": ("kvferry.cli.price", "what a shared cache earns and costs a month"),
     "drop": ("kvferry.cli.drop", "forget what a tier holds"),
+    "warm": ("kvferry.cli.warm", "bring prefixes up before they are asked for"),
     "analyze": ("kvferry.cli.analyze", "what a trace or request log could reuse, and at which capacity"),
     "demo": ("kvferry.demo.main", "a whole fleet on this machine, proving reuse with a real engine"),
     "bench": ("kvferry.cli.bench", "measure tiers or engines on this machine"),
