@@ -33,6 +33,18 @@ def test_the_line_limits_the_user_to_the_domains_keys(
     assert json.loads(capsys.readouterr().out) + "\n" == out
 
 
+def test_a_keepers_user_may_also_look_through_the_keys(
+    key_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["flags", "valkey", "--domain", "payments", "--domain-key-file", str(key_file)]
+    assert main(arguments) == 0
+    node = capsys.readouterr().out.strip()
+    assert main([*arguments, "--keeper"]) == 0
+    keeper = capsys.readouterr().out.strip()
+    more = " +scan +object|idletime +getrange +client|no-touch"
+    assert keeper == node.replace("SETUSER kvferry ", "SETUSER kvferry-keeper ") + more
+
+
 def test_a_domain_without_a_key_is_named_as_such(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,6 +62,7 @@ def test_a_domain_without_a_key_is_named_as_such(
         (["valkey", "--socket", "/s"], "--socket is not for valkey"),
         (["valkey", "--chunk-tokens", "16"], "--chunk-tokens is not for valkey"),
         (["vllm", "--user", "x"], "--user is not for vllm"),
+        (["sglang", "--keeper"], "--keeper is not for sglang"),
         (["valkey", "--user", "a b"], "'a b'"),
         (["valkey", "--user", ""], "--user ''"),
         (["valkey", "--user", "a\nb"], "letters"),

@@ -13,8 +13,9 @@ from kvferry.keeper.keeper import Keeper
 from kvferry.keeper.scan import Scanner, ScanSettings
 from kvferry.testing.expectations import eventually
 from kvferry.testing.memory_tier import MemoryTier
-from kvferry.testing.tier_calls import probe_all
+from kvferry.testing.tier_calls import fetch_all, probe_all
 from kvferry.tiers.contract import Dropped, Outcome
+from kvferry.tiers.valkey.acl import KEEPER_COMMANDS
 from kvferry.tiers.valkey.keyspace import Keyspace, parse_key
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.tier import ValkeyTier
@@ -243,3 +244,32 @@ def test_names_that_are_not_ours_are_passed_over() -> None:
     for other in ("kvf1:probe", name[:-1], name + ":", name.upper(), name + ":0", "kvf2" + name[4:]):
         assert parse_key(other.encode()) is None
     assert contents(ref)
+
+
+def test_the_line_for_a_keepers_user_is_enough_and_no_command_on_it_is_idle(server: Server, ear: Ear) -> None:
+    """Each command is taken away once: what needs it then fails, and only that."""
+    refs = prompt("a", 4)
+    writer = ValkeyTier.connect(server.settings())
+
+    def permitted(*taken: str) -> Dropped:
+        grants = [f"+{name}" for name in KEEPER_COMMANDS if name not in taken]
+        must(server.ask("ACL", "SETUSER", "keep", "reset", "on", ">pw", "~kvf1:*", *grants))
+        fill(writer, refs)
+        url = ValkeyUrl((server.address,), user="keep", password="pw")
+        tier = ValkeyTier.connect(ValkeySettings(url, no_touch=True))
+        scanner = started(tier.keyspace(), ScanSettings(), ear)
+        try:
+            assert [result.outcome for result, _ in fetch_all(tier, refs)] == [Outcome.OK] * 4
+            return dropped(scanner, namespace=None, older_than_s=0.0)
+        finally:
+            scanner.close()
+            tier.close()
+
+    try:
+        assert permitted() == Dropped(4, sum(ref.nbytes for ref in refs))
+        for name in ("scan", "object|idletime", "getrange"):
+            assert permitted(name).outcome is Outcome.FAILED
+        assert permitted("client|no-touch").outcome is Outcome.OK
+    finally:
+        writer.close()
+        server.ask("ACL", "DELUSER", "keep")

@@ -27,11 +27,12 @@ BACKEND = {
 }
 HICACHE = "--page-size 64 --enable-hierarchical-cache --hicache-mem-layout page_first"
 VALKEY_USER = "kvferry"
+KEEPER_USER = "kvferry-keeper"
 _ENGINES = ("socket", "deadline_cap_ms", "token_file", "group")
 _ONLY = {  # what some targets alone can be told
     "vllm": (*_ENGINES, "chunk_tokens", "block_size"),
     "sglang": _ENGINES,
-    "valkey": ("user",),
+    "valkey": ("user", "keeper"),
 }
 _USER = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 
@@ -56,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token-file", metavar="PATH", help="file with the token that the node asks for")
     parser.add_argument("--group", metavar="GROUP", help="name or number of the group that the node serves")
     parser.add_argument("--user", metavar="NAME", help=f"valkey: the user's name (default {VALKEY_USER})")
+    parser.add_argument(
+        "--keeper", action="store_true", default=None, help=f"valkey: for a keeper (default {KEEPER_USER})"
+    )
     parser.add_argument("--json", action="store_true", help="the value alone, as JSON")
 
 
@@ -140,18 +144,19 @@ def _chunk_tokens(text: str, block: int) -> int:
 
 
 def valkey_user(args: argparse.Namespace) -> str:
-    """The ``ACL SETUSER`` line for a domain's nodes. Its password is a placeholder."""
+    """The ``ACL SETUSER`` line for a domain's nodes, or its keepers. Its password is a placeholder."""
     from kvferry.identity.domain import DomainKey, domain_tag
-    from kvferry.tiers.valkey.acl import setuser
+    from kvferry.tiers.valkey.acl import COMMANDS, KEEPER_COMMANDS, setuser
 
-    user: str = VALKEY_USER if args.user is None else args.user
+    usual, commands = (KEEPER_USER, KEEPER_COMMANDS) if args.keeper else (VALKEY_USER, COMMANDS)
+    user: str = usual if args.user is None else args.user
     if not _USER.fullmatch(user):
         raise MisconfiguredError(f"--user {user!r}: give 1 to 64 letters, digits or any of _ . @ -")
     domain = _checked("--domain", args.domain, parse_domain) or DEFAULT_DOMAIN
     key = DomainKey.load(domain, key_file=_checked("--domain-key-file", args.domain_key_file, parse_path))
     if key.is_default:
         print(f"note: {domain!r} is used without a key: its tag follows from its name", file=sys.stderr)
-    return setuser(user, domain_tag(domain, key.key_id))
+    return setuser(user, domain_tag(domain, key.key_id), commands=commands)
 
 
 def main(args: argparse.Namespace) -> int:
