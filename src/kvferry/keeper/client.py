@@ -282,11 +282,11 @@ class Keepers:
             peer.start()
 
     def _end(self) -> None:
-        for peer in self._peers:
-            peer.close()
         for asked in list(self._asked.values()):
             self._run(asked.question, asked.give_up(Outcome.LATE))
         self._asked.clear()
+        for peer in self._peers:
+            peer.close()
         self._loop.post(self._loop.stop)  # after what the questions still tell
 
     def _shares(self, refs: Sequence[PartRef], peers: Sequence[Peer]) -> dict[Peer, list[int]]:

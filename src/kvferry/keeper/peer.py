@@ -269,9 +269,7 @@ class Peer:
         self.name = message.name or str(self.address)
         self.version = message.version
         self.connects += 1
-        if self.error:
-            log.warning("kvferry: connected to the keeper at %s", self.address)
-        self.error = ""
+        self._well()
         self._heard()
         self._stop_timers()
         self._timer = self._loop.at(self._loop.clock() + IDLE_S, self._idle)
@@ -287,6 +285,7 @@ class Peer:
         self._doubted = False
         if self._breaker.is_open:
             self._breaker.succeeded()
+            self._well()
             self._wait_for(self._heard_at + IDLE_S, self._idle)
 
     def _idle(self) -> None:
@@ -346,8 +345,13 @@ class Peer:
             self.queued_parts = 0
             self._queue.clear()
 
+    def _well(self) -> None:
+        if self.error:
+            log.warning("keeper %s answers again", self.address)
+        self.error = ""
+
     def _complain(self, error: str) -> None:
         """Once, until it is up again."""
         if error != self.error and not self._closed:
             self.error = error
-            log.warning("kvferry: keeper %s; what it keeps is not found meanwhile", error)
+            log.warning("keeper %s; what it keeps is not found meanwhile", error)

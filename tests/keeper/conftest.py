@@ -1,0 +1,55 @@
+"""Fixtures of keeper tests."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+
+import pytest
+from tests.keeper.fleet import FakeKeeping, started
+
+from kvferry.keeper.access import KeeperAccess
+from kvferry.keeper.client import Keepers
+from kvferry.keeper.server import Admission, Server
+from kvferry.testing.expectations import eventually
+from kvferry.tiers.valkey.url import Address
+
+Serve = Callable[..., Server]
+Connect = Callable[..., Keepers]
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    """Closes what a test opened, last first."""
+    with ExitStack() as opened:
+        yield opened
+
+
+@pytest.fixture
+def serve(stack: ExitStack) -> Serve:
+    """Starts servers over what a test keeps."""
+
+    def start(keeping: FakeKeeping, admission: Admission | None = None, *, port: int = 0) -> Server:
+        server = started(keeping, admission, listen=Address("127.0.0.1", port))
+        stack.callback(server.close)
+        return server
+
+    return start
+
+
+@pytest.fixture
+def connect(stack: ExitStack) -> Connect:
+    """A node's side of keepers, once so many of them are up (all, unless told)."""
+
+    def start(
+        addresses: Sequence[Address],
+        *,
+        up: int | None = None,
+        access: KeeperAccess | None = None,
+        key_ids: Sequence[bytes] = (),
+    ) -> Keepers:
+        keepers = Keepers(addresses, access=access or KeeperAccess(), node="node", key_ids=key_ids)
+        stack.callback(keepers.close)
+        wanted = len(addresses) if up is None else up
+        eventually(lambda: keepers.statistics().up >= wanted, "connected")
+        return keepers
+
+    return start
