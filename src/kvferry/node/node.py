@@ -61,7 +61,7 @@ class Node:
                 undo.callback(behind.close)
             self._quota = _within_quota(behind, settings)
             self._tier = self._quota or behind
-            self._keepers = keepers
+            self._keepers = keepers if keepers is not None else _keepers(settings)
             if self._keepers is not None:
                 undo.callback(self._keepers.close)
             self._arena = Arena.create(settings.pool_bytes)
@@ -185,6 +185,20 @@ def _tier(settings: NodeSettings) -> Tier | None:
     keys = settings.encryption_keys
     protection = Checksums() if keys is None else Sealed(keys)
     return ValkeyTier.connect(ValkeySettings(url=settings.valkey, protection=protection))
+
+
+def _keepers(settings: NodeSettings) -> Keepers | None:
+    if not settings.keepers:
+        return None
+    from kvferry.keeper.client import Keepers as KeepersOfNetwork
+
+    keys = settings.encryption_keys
+    return KeepersOfNetwork(
+        settings.keepers,
+        access=settings.keeper_access,
+        node=socket.gethostname(),
+        key_ids=[] if keys is None else [key.key_id for key in keys.keys],
+    )
 
 
 def _within_quota(tier: Tier | None, settings: NodeSettings) -> QuotaTier | None:

@@ -241,17 +241,22 @@ class Searches:
 
 def _deep_questions(search: Search, reached: Reach) -> list[tuple[int, int]]:
     """What the tier has not got and a boundary beyond what was reached needs; nothing past a failure."""
-    questions: list[tuple[int, int]] = []
-    end = len(search.chunks)
-    for (position, part), outcome in zip(search.probed, search.outcomes, strict=True):
-        if position >= end:
-            break
-        if outcome is Outcome.MISS:
-            if search.leads_on(position, part, beyond=reached.boundary):
-                questions.append((position, part))
-        elif outcome is not Outcome.OK and not search.space.trailing_of(part):
-            end = position  # whatever it has of the chunks from there on is of no use
-    return questions
+    trailing_of = search.space.trailing_of
+    answers = list(zip(search.probed, search.outcomes, strict=True))
+    failed = (
+        at
+        for (at, part), outcome in answers
+        if outcome not in (Outcome.OK, Outcome.MISS) and not trailing_of(part)
+    )
+    left_out = (gap.position for gap in search.unprobed if not all(map(trailing_of, gap.parts)))
+    end = min(next(failed, len(search.chunks)), next(left_out, len(search.chunks)))
+    if reached.boundary >= end:
+        return []
+    return [
+        (at, part)
+        for (at, part), outcome in answers
+        if outcome is Outcome.MISS and at < end and search.leads_on(at, part, beyond=reached.boundary)
+    ]
 
 
 def _unprobed(search: Search) -> Iterator[Lack]:
