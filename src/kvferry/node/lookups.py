@@ -129,6 +129,8 @@ class Lookups:
         for at in unneeded:
             del lookup.pinned[at]
             self._state.pins.unpin(PartKey(space.namespace, chunks[at.position], at.part), lookup.owner)
+        if unneeded:
+            self._loads.room_changed()
 
     def _decide(self, lookup: _Pending, reach: Reach) -> None:
         """Choose how much to load, and start."""
