@@ -60,7 +60,9 @@ class TroubledBucket:
 
     def count(self, verb: str, kind: Kind | None = None) -> int:
         """How many requests there were."""
-        return sum(asked == verb and (kind is None or f"/{kind.value}/" in path) for asked, path in self.requests)
+        return sum(
+            asked == verb and (kind is None or f"/{kind.value}/" in path) for asked, path in self.requests
+        )
 
     async def _meet(self, verb: str, path: str) -> None:
         self.requests.append((verb, path))
@@ -85,6 +87,10 @@ class ObjectStore:
         self._opened.append(ObjectTier.open(settings, opened=self._open_bucket))
         return self._opened[-1]
 
+    def close(self) -> None:
+        for tier in self._opened:
+            tier.close()
+
     @property
     def bucket(self) -> TroubledBucket:
         """Of the tier opened last."""
@@ -93,16 +99,16 @@ class ObjectStore:
     @contextmanager
     def outage(self) -> Iterator[None]:
         """Every request fails, and the tiers have noticed."""
-        self._begin(True)
+        self._begin(on=True)
         try:
             for n, tier in enumerate(self._opened):
                 eventually(lambda tier=tier, n=n: _noticed(tier, n), "the outage is noticed")  # type: ignore[misc]
             yield
         finally:
-            self._begin(False)
+            self._begin(on=False)
 
     def damage(self, ref: PartRef, how: Damage) -> None:
-        """Of the tier opened last: of its pack a bit, all that follows its last byte but one, or a byte more."""
+        """Of the tier opened last: a bit of the part; its pack, cut before its end; or a byte more before it."""
         path, data, record = self.record(ref)
         start, end = record.offset, record.offset + record_bytes(ref.nbytes)
         match how:
@@ -143,7 +149,7 @@ class ObjectStore:
         found = [meta["path"] for meta in self.direct.list("v1/").collect()]
         return sorted(path for path in found if kind is None or f"/{kind.value}/" in path)
 
-    def _begin(self, on: bool) -> None:
+    def _begin(self, *, on: bool) -> None:
         if self._trouble is not None:
             self._trouble(on)
         else:

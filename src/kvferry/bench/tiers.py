@@ -22,6 +22,7 @@ from kvferry.bench.tier_checks import (
     shards_add_up,
 )
 from kvferry.bench.tier_disk import DiskRow, disk_lines, measure_disk
+from kvferry.bench.tier_objects import ObjectsRow, measure_objects, objects_lines
 from kvferry.bench.tier_protection import Protected, measure_protection, protection_lines
 from kvferry.demo.processes import EXIT_INTERRUPTED, StoppedError, stop_on_signals
 from kvferry.errors import MisconfiguredError
@@ -31,13 +32,14 @@ from kvferry.tiers.valkey.tier import ValkeyTier
 PART_MIB = (2.5, 4.0, 6.0, 10.0, 32.0)
 ROUNDS = 9
 SAMPLE_BYTES = 256 << 20
-CHECKS = ("transfers", "protection", "allocator", "shards", "disk")
+CHECKS = ("transfers", "protection", "allocator", "shards", "disk", "objects")
 SHARD_PARTS = 32
 MIN_PART_MIB = 0.01
 MAX_PART_MIB = 256
 MAX_ROUNDS = 1000
 MAX_SAMPLE_MIB = 65536
 WANTED_RATIO = 0.90
+WANTED_OBJECTS_RATIO = 0.85
 WANTED_GET_CPU_S_GB = 0.22
 Progress = Callable[[str], None]
 
@@ -74,6 +76,7 @@ class Report:
     allocator_overhead: dict[str, float] = field(default_factory=dict)
     shards: dict[str, float] = field(default_factory=dict)
     disk: list[DiskRow] = field(default_factory=list)
+    objects: list[ObjectsRow] = field(default_factory=list)
     not_measured: dict[str, str] = field(default_factory=dict)
 
 
@@ -164,6 +167,10 @@ def run(
         with _or_why(report, "disk"):
             progress("disk")
             report.disk = measure_disk(part_mib, rounds, sample_bytes)
+    if "objects" in checks:
+        with _or_why(report, "objects"):
+            progress("objects")
+            report.objects = measure_objects(part_mib, rounds, sample_bytes)
     return report
 
 
@@ -268,6 +275,7 @@ def render(report: Report) -> str:
         lines += _transfer_lines(report.transfers)
     lines += protection_lines(report.protection)
     lines += disk_lines(report.disk, WANTED_RATIO)
+    lines += objects_lines(report.objects, WANTED_OBJECTS_RATIO)
     if report.allocator_overhead:
         shares = ", ".join(f"{mib} MiB {share:.1%}" for mib, share in report.allocator_overhead.items())
         worst = max(report.allocator_overhead.values())

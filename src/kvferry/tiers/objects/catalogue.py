@@ -4,6 +4,7 @@ Pure; used under the tier's lock. A part takes about 200 bytes here. The same pa
 when two keepers stored it: the newest is read, and removing it removes all.
 """
 
+import math
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ _RECORD_BITS = 16
 
 @dataclass(slots=True, eq=False)
 class Pack:
-    """used: monotonic seconds at which each record was stored here or last used. gone: records removed."""
+    """used: monotonic seconds at which this process last used each record. gone: records removed."""
 
     number: int
     namespace: bytes
@@ -68,14 +69,14 @@ class Catalogue:
 
     # -- what comes and goes -------------------------------------------------------------------------
 
-    def add(self, namespace: bytes, index: PackIndex, now: float) -> Pack | None:
+    def add(self, namespace: bytes, index: PackIndex) -> Pack | None:
         """A pack that is in the bucket. None: it is known, or does not count."""
         dead = self._dead.pop(index.ident, set())
         if index.ident in self.packs or WHOLE_PACK in dead:
             if dead:
                 self._dead[index.ident] = dead
             return None
-        used = array("d", [now]) * len(index.keys)
+        used = array("d", [-math.inf]) * len(index.keys)
         pack = Pack(self._next, namespace, index, used, {n for n in dead if n < len(index.keys)})
         self._next += 1
         self.packs[index.ident] = self._numbers[pack.number] = pack

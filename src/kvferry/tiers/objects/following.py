@@ -111,7 +111,7 @@ class Follower:
 
     def _add(self, namespace: bytes, index: PackIndex) -> None:
         with self._books.lock:
-            if self._books.catalogue.add(namespace, index, time.monotonic()) is not None:
+            if self._books.catalogue.add(namespace, index) is not None:
                 self.wrote(index.ident)
 
     async def _read(self, name: Name) -> memoryview | None:

@@ -64,7 +64,7 @@ class Manifests:
             Manifest(namespace, piece)
             for namespace, packs in loose.items()
             if len(packs) >= NEW_PACKS
-            for piece in _pieces(packs)
+            for piece in split(packs)
         ]
         return found + self._joined()
 
@@ -80,7 +80,7 @@ class Manifests:
             with self._books.lock:
                 packs = self._books.catalogue.packs
                 idents = sorted({ident for name in names for ident in self.known[name] if ident in packs})
-                pieces = _pieces([packs[ident].index for ident in idents])
+                pieces = split([packs[ident].index for ident in idents])
             last = len(pieces) - 1
             found += [
                 Manifest(namespace, piece, names if number == last else ())
@@ -89,7 +89,7 @@ class Manifests:
         return found
 
 
-def _pieces(packs: Sequence[PackIndex]) -> list[list[PackIndex]]:
+def split(packs: Sequence[PackIndex]) -> list[list[PackIndex]]:
     """None larger than a manifest may be."""
     pieces: list[list[PackIndex]] = []
     size = 0

@@ -82,7 +82,7 @@ class Writer:
     def _add(self, pack: OpenPack, ident: bytes) -> None:
         """Under the lock."""
         catalogue = self._books.catalogue
-        added = catalogue.add(pack.namespace, pack.index(ident), time.monotonic())
+        added = catalogue.add(pack.namespace, pack.index(ident))
         if added is None:
             return
         self._upkeep.wrote(added)
