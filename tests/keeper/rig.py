@@ -15,7 +15,7 @@ from kvferry.tiers.contract import Outcome, Tier
 
 NAMESPACE = b"n" * 16
 PART_BYTES = 10_000
-EAGER = Limits(buffer_bytes=16 << 20, copy_share=1.0, close_s=30.0)
+EAGER = Limits(buffer_bytes=16 << 20, copy_share=1.0, retry_s=0.2, close_s=30.0)
 
 
 def prompt(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 from tests.keeper.rig import Rig, contents, fill, holds, prompt, rigged
 
+from kvferry.errors import RefusedError
 from kvferry.keeper.wire import Where
 from kvferry.testing.expectations import eventually
 from kvferry.tiers.contract import Dropped, Outcome
@@ -116,3 +117,49 @@ def test_named_parts_are_dropped_from_one_tier_alone(rig: Rig) -> None:
     assert found == [Dropped(2, 2 * refs[0].nbytes)]
     assert rig.locate(refs) == [Where.OBJECTS] * 2 + [Where.DISK] * 4
     assert holds(rig.valkey, refs)
+
+
+def dropped(rig: Rig, tier: str, *, namespace: bytes | None, older_than_s: float | None = None) -> Dropped:
+    found: list[Dropped] = []
+    ready = threading.Event()
+
+    def done(result: Dropped) -> None:
+        found.append(result)
+        ready.set()
+
+    rig.keeper.drop(tier, namespace=namespace, older_than_s=older_than_s, done=done)
+    assert ready.wait(30)
+    return found[0]
+
+
+def test_what_is_dropped_from_one_tier_does_not_come_back_from_another(rig: Rig) -> None:
+    """Meanwhile nodes ask for it and tell of it, as they do while a fleet's drop goes tier by tier."""
+    mine, theirs = prompt("a", 6), prompt("b", 6, namespace=b"o" * 16)
+    rig.tell_stored(mine)
+    rig.tell_stored(theirs)
+    rig.idle()
+    for tier in ("objects", "disk"):
+        assert dropped(rig, tier, namespace=mine[0].key.namespace) == Dropped(6, 6 * mine[0].nbytes)
+        rig.keeper.used(mine)
+        rig.keeper.stored(mine, positions=range(6), likely=[True] * 6)
+        assert rig.locate([mine[0], theirs[0], mine[1]]) == [Where.ABSENT, Where.DISK, Where.ABSENT]
+        assert rig.stage([mine[0], theirs[0], mine[1]]) == [Outcome.MISS, Outcome.OK, Outcome.MISS]
+    rig.idle()
+    assert set(rig.disk.parts) == set(rig.objects.parts) == {ref.key for ref in theirs}
+    assert rig.keeper.most_reused(within_s=60, max_bytes=1 << 30, namespace=mine[0].key.namespace) == []
+
+
+def test_what_was_used_lately_is_not_old(rig: Rig) -> None:
+    refs = prompt("a", 4)
+    rig.tell_stored(refs)
+    rig.idle()
+    assert dropped(rig, "disk", namespace=None, older_than_s=3600.0) == Dropped(0, 0)
+    assert rig.locate(refs) == [Where.DISK] * 4
+
+
+def test_a_tier_that_there_is_not_is_named(rig: Rig) -> None:
+    for tier in ("valkey", "tape"):  # without a way to look through its keys, Valkey's cannot be found
+        with pytest.raises(RefusedError, match=tier):
+            rig.keeper.drop(tier, namespace=None, older_than_s=None, done=lambda dropped: None)
+    with rigged(disk=False) as other, pytest.raises(RefusedError, match="disk"):
+        other.keeper.drop("disk", namespace=None, older_than_s=None, parts=[], done=lambda dropped: None)

@@ -1,5 +1,6 @@
 """What the tiers below Valkey hold: one question about many parts to both."""
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -8,16 +9,25 @@ from kvferry.keeper.forms import Form
 from kvferry.tiers.contract import Droppable, Outcome, Tier
 
 
+class Ask(enum.Enum):
+    """Of whom a question is asked."""
+
+    NEAREST = "nearest"  # the slower tier only about what the quicker one has not
+    BOTH = "both"
+    DISK = "disk"
+
+
 class LowerTier(Tier, Droppable, Protocol):
     """What a keeper can keep parts in: the disk, objects."""
 
 
 class Held(NamedTuple):
-    """A part's name in each tier that has it. unknown: a tier did not say."""
+    """A part's name in each tier that has it. unknown: a tier did not say. unwanted: it is to be in none."""
 
     disk: PartRef | None = None
     objects: PartRef | None = None
     unknown: bool = False
+    unwanted: bool = False
 
     @property
     def anywhere(self) -> bool:
@@ -26,6 +36,7 @@ class Held(NamedTuple):
 
 
 NOWHERE = Held()
+DELETED = Held(unwanted=True)
 
 
 class Below:
@@ -42,15 +53,14 @@ class Below:
         *,
         deadline: float,
         done: Callable[[Sequence[Held]], None],
-        everywhere: bool = False,
+        ask: Ask = Ask.NEAREST,
     ) -> None:
-        """What each is called and where it is, told on a tier's thread. Counts as a use of what is there.
-
-        everywhere: also ask the slower tier for what the quicker one has.
-        """
+        """What each is called and where it is, told on a tier's thread. Counts as a use of what is there."""
 
         def disk_said(names: Sequence[PartRef | None], unknown: Sequence[bool]) -> None:
-            wanted = [at for at, name in enumerate(names) if everywhere or name is None]
+            wanted = [at for at, name in enumerate(names) if ask is Ask.BOTH or name is None]
+            if ask is Ask.DISK:
+                wanted = []
 
             def objects_said(found: Sequence[PartRef | None], unclear: Sequence[bool]) -> None:
                 held = [Held(name, None, doubt) for name, doubt in zip(names, unknown, strict=True)]

@@ -10,7 +10,7 @@ from functools import partial
 
 from kvferry.identity.names import PartRef
 from kvferry.keeper.backlog import Backlog, positions_in, rank_of
-from kvferry.keeper.below import NOWHERE, Below, Held
+from kvferry.keeper.below import NOWHERE, Ask, Below, Held
 from kvferry.keeper.buffers import Buffer, Buffers, Use
 from kvferry.keeper.keeping import Line, Task
 from kvferry.keeper.limits import Limits
@@ -50,7 +50,7 @@ class Copies:
 
     def _line(self, share: float) -> Line:
         backlog = Backlog(max_parts=self._limits.backlog_parts, max_bytes=self._limits.backlog_bytes)
-        return Line(backlog, batch=self._limits.copy_batch, share=share)
+        return Line(backlog, batch=self._limits.copy_batch, share=share, pause_s=self._limits.retry_s)
 
     @property
     def running(self) -> int:
@@ -71,6 +71,8 @@ class Copies:
         """Those were used, and are held below so."""
         for ref, where, position in zip(refs, held, positions_in(refs), strict=True):
             rank = rank_of(position, used=True)
+            if where.unwanted:
+                continue
             if self.keep is not None and where.disk is None:
                 self._want(ref, rank)
             elif self.flush is not None and where.objects is None:
@@ -94,9 +96,9 @@ class Copies:
         if self._closed:
             return
         if self.keep is not None:
-            self._begin(self.keep, Use.COPY, self._kept_looked, waited_for=waited_for)
+            self._begin(self.keep, Use.COPY, self._kept_looked, ask=Ask.DISK, waited_for=waited_for)
         if self.flush is not None:
-            self._begin(self.flush, Use.FLUSH, self._flush_looked, waited_for=waited_for)
+            self._begin(self.flush, Use.FLUSH, self._flush_looked, ask=Ask.BOTH, waited_for=waited_for)
         self._sleep()
 
     def promote(self, ref: PartRef, name: PartRef, buffer: Buffer, checksums: tuple[bytes, ...]) -> bool:
@@ -131,6 +133,7 @@ class Copies:
         use: Use,
         looked: Callable[[Sequence[tuple[Task, _Copy]], Sequence[Held]], None],
         *,
+        ask: Ask,
         waited_for: bool,
     ) -> None:
         copies: list[_Copy] = []
@@ -150,7 +153,7 @@ class Copies:
             [task.ref for task in tasks],
             deadline=now + self._limits.ask_s,
             done=lambda held: self._loop.post(partial(looked, batch, held)),
-            everywhere=True,
+            ask=ask,
         )
 
     def _sleep(self) -> None:
@@ -171,7 +174,7 @@ class Copies:
                 line.gone(task, now)
             elif where.disk is not None:
                 line.was_there(task, now)
-                if self.flush is not None and where.objects is None:
+                if self.flush is not None:
                     self.flush.want(task.ref, task.wanted.rank, now)
             else:
                 reading.append((task, copy))
@@ -185,7 +188,7 @@ class Copies:
         if not self._came(line, task, copy, result):
             return
         self._write_disk(copy, task)
-        if self.flush is not None and copy.held.objects is None:
+        if self.flush is not None:
             riding = None
             if self._buffers.move(copy.buffer, Use.FLUSH):
                 riding = self.flush.adopt(task.ref, task.wanted.rank, now)

@@ -4,8 +4,8 @@ While a drop runs, and shortly after, none of it may come back from another tier
 tier, and what one has lost could be copied there again from one that still has it.
 """
 
-import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -22,36 +22,36 @@ GRACE_S = 3.0
 
 
 class Drops:
-    """Namespaces that are being dropped; None stands for all. Times are monotonic seconds. Pure."""
+    """Namespaces that are being dropped; None stands for all. From any thread."""
 
-    def __init__(self) -> None:
-        self._running: dict[bytes | None, int] = {}
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._running: Counter[bytes | None] = Counter()
         self._until: dict[bytes | None, float] = {}
 
     def begin(self, namespace: bytes | None) -> None:
         """A drop starts. One of old parts only is none of this: what is used again may come back."""
-        self._running[namespace] = self._running.get(namespace, 0) + 1
+        with self._lock:
+            self._running[namespace] += 1
 
-    def end(self, namespace: bytes | None, now: float) -> None:
+    def end(self, namespace: bytes | None) -> None:
         """It is done."""
-        self._running[namespace] -= 1
-        if not self._running[namespace]:
-            del self._running[namespace]
-        self._until = {space: until for space, until in self._until.items() if until > now}
-        self._until[namespace] = now + GRACE_S
+        now = self._clock()
+        with self._lock:
+            self._running[namespace] -= 1
+            self._running = +self._running
+            self._until = {space: until for space, until in self._until.items() if until > now}
+            self._until[namespace] = now + GRACE_S
 
-    def covers(self, namespace: bytes, now: float) -> bool:
-        """Whether parts of it are being deleted."""
-        return any(
-            space in self._running or self._until.get(space, -math.inf) > now for space in (namespace, None)
-        )
-
-    def among(self, refs: Sequence[PartRef], now: float) -> frozenset[PartRef]:
-        """Those that are being deleted."""
+    def among(self, refs: Sequence[PartRef]) -> frozenset[PartRef]:
+        """Those that are being deleted, and must not come back now."""
         if not self._running and not self._until:
             return frozenset()
-        going = {space for space in {ref.key.namespace for ref in refs} if self.covers(space, now)}
-        return frozenset(ref for ref in refs if ref.key.namespace in going)
+        now = self._clock()
+        with self._lock:
+            going = {*self._running, *(space for space, until in self._until.items() if until > now)}
+        return frozenset(ref for ref in refs if None in going or ref.key.namespace in going)
 
 
 class Deletion:
@@ -61,7 +61,7 @@ class Deletion:
         self,
         *,
         post: Callable[[Callable[[], None]], bool],
-        clock: Callable[[], float],
+        drops: Drops,
         valkey: Tier,
         below: Below,
         copies: Copies,
@@ -69,19 +69,12 @@ class Deletion:
         scanner: Scanner | None,
     ) -> None:
         self._post = post
-        self._clock = clock
+        self._drops = drops
         self._valkey = valkey
         self._below = below
         self._copies = copies
         self._stager = stager
         self._scanner = scanner
-        self._lock = threading.Lock()
-        self._drops = Drops()
-
-    def among(self, refs: Sequence[PartRef]) -> frozenset[PartRef]:
-        """Those that are being deleted, and must not come back now."""
-        with self._lock:
-            return self._drops.among(refs, self._clock())
 
     def remove(self, refs: Sequence[PartRef], done: Callable[[], None]) -> None:
         """In every tier; ``done`` when none has them any more, as far as the tiers know."""
@@ -108,13 +101,11 @@ class Deletion:
         target = self._droppable(tier)
         whole = older_than_s is None
         if whole:
-            with self._lock:
-                self._drops.begin(namespace)
+            self._drops.begin(namespace)
 
         def ended(dropped: Dropped) -> None:
             if whole:
-                with self._lock:
-                    self._drops.end(namespace, self._clock())
+                self._drops.end(namespace)
             done(dropped)
 
         def begin() -> None:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvferry.identity.names import PartRef
-from kvferry.keeper.below import Below, Held, LowerTier
+from kvferry.keeper.below import DELETED, Ask, Below, Held, LowerTier
 from kvferry.keeper.buffers import Buffers
 from kvferry.keeper.copies import Copies
-from kvferry.keeper.deletion import Deletion
+from kvferry.keeper.deletion import Deletion, Drops
 from kvferry.keeper.forms import Form, Plain
 from kvferry.keeper.limits import Limits
 from kvferry.keeper.reuse import ReuseTable
@@ -58,6 +58,7 @@ class Keeper:
         self._below = Below(disk=disk, objects=objects, form=form or Plain())
         self._loop = Loop(after_turn=self._pump, clock=clock)
         self._buffers = Buffers(self._limits.shares(objects=objects is not None))
+        self._drops = Drops(clock)
         self._copies = Copies(
             loop=self._loop, valkey=valkey, below=self._below, buffers=self._buffers, limits=self._limits
         )
@@ -67,6 +68,7 @@ class Keeper:
             below=self._below,
             buffers=self._buffers,
             copies=self._copies,
+            dropping=self._drops.among,
             limits=self._limits,
         )
         self._reuse = ReuseTable(self._limits.reused_parts)
@@ -81,7 +83,7 @@ class Keeper:
         )
         self._deletion = Deletion(
             post=self._post,
-            clock=clock,
+            drops=self._drops,
             valkey=valkey,
             below=self._below,
             copies=self._copies,
@@ -100,10 +102,13 @@ class Keeper:
         with self._lock:
             self._told["stored"] += len(refs)
             self._told["likely"] += sum(likely)
-        dropping = self._deletion.among(refs)
-        likely = [wanted and ref not in dropping for ref, wanted in zip(refs, likely, strict=True)]
         if any(likely):
-            self._post(partial(self._copies.stored, refs, positions, likely))
+            self._post(partial(self._stored, refs, positions, likely))
+
+    def _stored(self, refs: Sequence[PartRef], positions: Sequence[int], likely: Sequence[bool]) -> None:
+        going = self._drops.among(refs)
+        wanted = [each and ref not in going for ref, each in zip(refs, likely, strict=True)]
+        self._copies.stored(refs, positions, wanted)
 
     def used(self, refs: Sequence[PartRef]) -> None:
         """These were loaded, from whichever tier, the head of the prompt first."""
@@ -116,16 +121,20 @@ class Keeper:
         self._used(refs)
 
     def _used(self, refs: Sequence[PartRef]) -> None:
+        going = self._drops.among(refs)
+        if going:
+            refs = [ref for ref in refs if ref not in going]
         with self._lock:
             self._reuse.used(refs, self._loop.clock())
-        dropping = self._deletion.among(refs)
-        if dropping:
-            refs = [ref for ref in refs if ref not in dropping]
 
         def looked(held: Sequence[Held]) -> None:
-            self._post(partial(self._copies.used, refs, held))
+            self._post(partial(self._used_and_looked, refs, held))
 
-        self._below.look(refs, deadline=self._loop.clock() + self._limits.ask_s, done=looked, everywhere=True)
+        self._below.look(refs, deadline=self._loop.clock() + self._limits.ask_s, done=looked, ask=Ask.BOTH)
+
+    def _used_and_looked(self, refs: Sequence[PartRef], held: Sequence[Held]) -> None:
+        going = self._drops.among(refs)
+        self._copies.used(refs, [DELETED if ref in going else at for ref, at in zip(refs, held, strict=True)])
 
     # ---- what they ask
 
@@ -134,12 +143,11 @@ class Keeper:
     ) -> None:
         """Where each is below Valkey. Counts as a use of what is there."""
 
-        dropping = self._deletion.among(refs)
+        going = self._drops.among(refs)
 
         def looked(held: Sequence[Held]) -> None:
             found = [
-                Where.ABSENT if ref in dropping else _where(each)
-                for ref, each in zip(refs, held, strict=True)
+                Where.ABSENT if ref in going else _where(each) for ref, each in zip(refs, held, strict=True)
             ]
             with self._lock:
                 self._located.update(where.name.lower() for where in found)
@@ -150,9 +158,6 @@ class Keeper:
     def stage(self, refs: Sequence[PartRef], *, deadline: float, done: Done) -> Transfer:
         """Bring them into Valkey, in this order; ``done`` once per index, by the deadline."""
         asked = _Asked(self._post, self._stager)
-        dropping = self._deletion.among(refs)
-        if dropping:
-            refs, done = _without(refs, dropping, done)
         if not self._post(partial(asked.begin, refs, deadline, done)):
             for index in range(len(refs)):
                 done(index, Outcome.LATE)
@@ -307,19 +312,6 @@ class _Asked:
 
 def _nothing() -> None:
     """Nobody waits for it."""
-
-
-def _without(refs: Sequence[PartRef], dropping: frozenset[PartRef], done: Done) -> tuple[list[PartRef], Done]:
-    """Those that are being deleted are answered now, and the others keep their indexes."""
-    places = [index for index, ref in enumerate(refs) if ref not in dropping]
-    for index, ref in enumerate(refs):
-        if ref in dropping:
-            done(index, Outcome.MISS)
-
-    def renumbered(index: int, outcome: Outcome) -> None:
-        done(places[index], outcome)
-
-    return [refs[index] for index in places], renumbered
 
 
 def _where(held: Held) -> Where:

@@ -16,8 +16,7 @@ from kvferry.identity.names import PartRef
 from kvferry.keeper.backlog import Backlog, Wanted
 
 MAX_TRIES = 5
-MIN_PAUSE_S = 0.5
-MAX_PAUSE_S = 30.0
+MIN_PAUSE_S = 0.1
 MAX_REST_S = 5.0
 
 
@@ -51,13 +50,15 @@ class Line:
     """The copies to one place.
 
     batch: parts read at a time; one while requests wait. share: of the time spent reading, at most.
+    pause_s: longest between two attempts while everything fails.
     """
 
-    def __init__(self, backlog: Backlog, *, batch: int, share: float) -> None:
+    def __init__(self, backlog: Backlog, *, batch: int, share: float, pause_s: float) -> None:
         self.counts = LineCounts()
         self._backlog = backlog
         self._batch = batch
         self._share = share
+        self._longest_pause_s = pause_s
         self._tasks: dict[PartRef, Task] = {}
         self._reading = 0
         self._began = 0.0
@@ -170,8 +171,9 @@ class Line:
         """It failed in passing. While everything fails, that is no part's own fault and none is given up."""
         self._end(task, now)
         self.counts.failed[cause] += 1
-        self._pause_s = min(max(2 * self._pause_s, MIN_PAUSE_S), MAX_PAUSE_S)
-        self._pause_until = now + self._pause_s
+        if now >= self._pause_until:  # what fails together is one failure
+            self._pause_s = min(max(2 * self._pause_s, MIN_PAUSE_S), self._longest_pause_s)
+            self._pause_until = now + self._pause_s
         tries = task.wanted.tries + self._succeeded
         self._succeeded = False
         if not task.removed and tries < MAX_TRIES:

@@ -15,8 +15,9 @@ class Limits:
     backlog_parts, backlog_bytes: that wait to be copied to the disk, and as many to objects; what is worth
     least is dropped. copy_batch: parts read at a time for copies. copy_share: of the time spent reading them,
     at most. copy_s: longest for one to be read, or to be written to the disk; flush_s: to objects.
-    ask_s: longest for a question about what is there, where nobody waits. reused_parts: whose uses are
-    remembered. close_s: how long ``close`` waits for what is under way.
+    retry_s: longest between two attempts while a tier fails. ask_s: longest for a question about what is
+    there, where nobody waits. reused_parts: whose uses are remembered. close_s: how long ``close`` waits for
+    what is under way.
     """
 
     buffer_bytes: int = 256 << 20
@@ -27,6 +28,7 @@ class Limits:
     copy_share: float = 0.5
     copy_s: float = 10.0
     flush_s: float = 120.0
+    retry_s: float = 10.0
     ask_s: float = 5.0
     reused_parts: int = 1 << 18
     close_s: float = 10.0

@@ -44,7 +44,6 @@ class _Run:
     from_disk: bool
     batch: _Batch
     checksums: tuple[bytes, ...] = ()
-    removed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -70,14 +69,24 @@ class Stager:
     """All stages of a keeper."""
 
     def __init__(
-        self, *, loop: Loop, valkey: Tier, below: Below, buffers: Buffers, copies: Copies, limits: Limits
+        self,
+        *,
+        loop: Loop,
+        valkey: Tier,
+        below: Below,
+        buffers: Buffers,
+        copies: Copies,
+        dropping: Callable[[Sequence[PartRef]], frozenset[PartRef]],
+        limits: Limits,
     ) -> None:
+        """dropping: which parts are being deleted now."""
         self.counts = StageCounts()
         self._loop = loop
         self._valkey = valkey
         self._below = below
         self._buffers = buffers
         self._copies = copies
+        self._dropping = dropping
         self._table = StageTable(max_parts=limits.staged_parts)
         self._live: dict[int, _Live] = {}
         self._runs: dict[Stage, _Run] = {}
@@ -127,8 +136,7 @@ class Stager:
 
     def forget(self, unwanted: Callable[[PartRef], bool]) -> None:
         """Those are being deleted: what is under way is not found in Valkey afterwards."""
-        for run in self._runs.values():
-            run.removed = run.removed or unwanted(run.stage.ref)
+        self._table.remove(unwanted)
 
     def close(self) -> None:
         """Answer everything; begin nothing any more."""
@@ -161,9 +169,12 @@ class Stager:
             return
         answers: list[tuple[int, Outcome]] = []
         positions = positions_in(request.refs)
+        going = self._dropping(request.refs)
         for index, where in enumerate(held):
             ref = request.refs[index]
-            if not where.anywhere:
+            if ref in going:
+                answers.append((index, Outcome.MISS))
+            elif not where.anywhere:
                 answers.append((index, Outcome.FAILED if where.unknown else Outcome.MISS))
             elif not self._buffers.holds(self._below.form.below_bytes(ref)):
                 answers.append((index, Outcome.REFUSED))
@@ -208,7 +219,7 @@ class Stager:
         )
 
     def _came(self, run: _Run, result: FetchResult) -> None:
-        if run.removed:
+        if run.stage.removed:
             self._finish(run, Outcome.MISS)
         elif result.outcome is Outcome.OK:
             run.checksums = result.checksums
@@ -237,7 +248,7 @@ class Stager:
         )
 
     def _stored(self, run: _Run, outcome: Outcome) -> None:
-        if outcome is Outcome.OK and run.removed:
+        if outcome is Outcome.OK and run.stage.removed:
             self._valkey.remove([run.stage.ref])
             outcome = Outcome.MISS
         self._finish(run, outcome)

@@ -11,7 +11,7 @@ answered once per part, by its deadline, whatever is under way for it then.
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ class Stage:
     """A part on its way.
 
     deadline: of its present attempt. position: how many chunks came before it in the first request.
-    held: where it was then.
+    held: where it was then. removed: it was deleted since.
     """
 
     ref: PartRef
@@ -55,6 +55,7 @@ class Stage:
     held: Held
     waiters: list[Waiter] = field(default_factory=list[Waiter])
     running: bool = False
+    removed: bool = False
     deadline: float = 0.0
 
     @property
@@ -85,6 +86,11 @@ class StageTable:
     def has(self, ref: PartRef) -> bool:
         """Whether it is on its way."""
         return ref in self._stages
+
+    def remove(self, unwanted: Callable[[PartRef], bool]) -> None:
+        """Those are deleted: what is on the way must not arrive."""
+        for ref, stage in self._stages.items():
+            stage.removed = stage.removed or unwanted(ref)
 
     def open(self, refs: Sequence[PartRef], deadline: float) -> Request:
         """A request, nothing of which is queued yet."""

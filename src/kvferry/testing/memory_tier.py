@@ -14,7 +14,7 @@ from kvferry.errors import BrokenError
 from kvferry.identity.names import PartKey, PartRef
 from kvferry.identity.stripes import part_checksums
 from kvferry.testing.tier_contract import Damage
-from kvferry.tiers.contract import FetchItem, FetchResult, Outcome, StoreItem, TierStatistics
+from kvferry.tiers.contract import Dropped, FetchItem, FetchResult, Outcome, StoreItem, TierStatistics
 
 _POLL_S = 0.005
 
@@ -31,7 +31,7 @@ class _Task:
 
 
 class MemoryTier:
-    """Implements ``tiers.contract.Tier`` with one thread.
+    """Implements ``tiers.contract.Tier`` and ``Droppable`` with one thread.
 
     parts: what is stored. What was put there by other means than ``store`` is taken to be right.
     """
@@ -40,6 +40,7 @@ class MemoryTier:
         self.name = name
         self.parts: dict[PartKey, bytes] = {}
         self._checksums: dict[PartKey, tuple[bytes, ...]] = {}
+        self._used_at: dict[PartKey, float] = {}
         self._failures: dict[PartKey, Outcome] = {}
         self._queue: deque[tuple[_Task, Callable[[Outcome | None], None]]] = deque()
         self._condition = threading.Condition()
@@ -63,6 +64,10 @@ class MemoryTier:
     def fail(self, key: PartKey, outcome: Outcome) -> None:
         """Make every fetch, store or probe of ``key`` end with ``outcome``."""
         self._failures[key] = outcome
+
+    def mend(self) -> None:
+        """Nothing fails any more."""
+        self._failures.clear()
 
     def probe(
         self, refs: Sequence[PartRef], *, deadline: float, done: Callable[[Sequence[Outcome]], None]
@@ -100,6 +105,7 @@ class MemoryTier:
             data = self.parts.pop(ref.key, None)
             if data is not None:
                 self.parts[ref.key] = data
+                self._used_at[ref.key] = time.monotonic()
 
     def remove(
         self, refs: Sequence[PartRef], *, done: Callable[[Sequence[Outcome]], None] | None = None
@@ -113,6 +119,25 @@ class MemoryTier:
                 done([ending or Outcome.OK for _ in refs])
 
         self._submit(_Task(time.monotonic() + 5.0), work)
+
+    def drop(
+        self,
+        *,
+        namespace: bytes | None = None,
+        older_than_s: float | None = None,
+        done: Callable[[Dropped], None],
+    ) -> None:
+        """See the contract. What was put there by other means is of unknown age, and old."""
+        until = time.monotonic() - (older_than_s or 0.0)
+        going = [
+            (key, len(data))
+            for key, data in list(self.parts.items())
+            if namespace in (None, key.namespace) and self._used_at.get(key, 0.0) <= until
+        ]
+        for key, _ in going:
+            self._drop(key)
+        dropped = Dropped(len(going), sum(nbytes for _, nbytes in going))
+        self._submit(_Task(time.monotonic() + 5.0), lambda ending: done(dropped))
 
     def statistics(self) -> TierStatistics:
         """See the contract."""
@@ -162,6 +187,8 @@ class MemoryTier:
 
     def _presence(self, ref: PartRef) -> Outcome:
         present = Outcome.OK if ref.key in self.parts else Outcome.MISS
+        if present is Outcome.OK:
+            self._used_at[ref.key] = time.monotonic()
         return self._failures.get(ref.key, present)
 
     def _finish_fetch(
@@ -202,6 +229,7 @@ class MemoryTier:
             if item.ref.key not in self.parts:
                 self.parts[item.ref.key] = bytes(item.data)
                 self._checksums[item.ref.key] = item.checksums or part_checksums(item.data)
+            self._used_at[item.ref.key] = time.monotonic()
             self._counts["stored_parts"] += 1
             self._counts["stored_bytes"] += item.ref.nbytes
         else:
@@ -211,6 +239,7 @@ class MemoryTier:
     def _drop(self, key: PartKey) -> None:
         self.parts.pop(key, None)
         self._checksums.pop(key, None)
+        self._used_at.pop(key, None)
 
     def _count_bad(self, outcome: Outcome) -> None:
         if outcome is Outcome.MISS:
