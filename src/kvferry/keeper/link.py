@@ -59,6 +59,7 @@ class Link:
         self._read_wants_write = False
         self._closed = False
         self._held_bytes = 0
+        self._ending = False
         self._events = 0
 
     def start(self) -> None:
@@ -101,14 +102,15 @@ class Link:
             return
         while self._unsent:
             try:
-                with memoryview(self._unsent) as view:
-                    sent = self._sock.send(view[:SEND_BYTES])
+                # Copied: an error's traceback would hold on to a view, and the buffer could not change.
+                sent = self._sock.send(bytes(memoryview(self._unsent)[:SEND_BYTES]))
             except (BlockingIOError, ssl.SSLWantWriteError):
                 break
             except ssl.SSLWantReadError:
                 self._watch(selectors.EVENT_READ)  # and on from there
                 return
             except OSError as error:
+                self._hear_out()
                 self._lose("gone", error)
                 return
             del self._unsent[:sent]
@@ -190,6 +192,12 @@ class Link:
             self._take(data)
             if not self._decrypted():
                 return
+
+    def _hear_out(self) -> None:
+        """The peer has hung up, and may have said why."""
+        if not self._ending:
+            self._ending = True
+            self._read()
 
     def _decrypted(self) -> bool:
         """Whether TLS has more already, of which no selector tells: one record at most."""

@@ -194,18 +194,18 @@ class Peer:
 
     def broken(self, link: Link, error: KvferryError) -> None:
         """See ``link.LinkOwner``."""
-        self._complain(f"{self.address}: {error}")
+        self._complain(f"{self.address}: {error}{self._hint()}")
         link.close("broken")
 
     def lost(self, link: Link, cause: str, error: OSError | None) -> None:
         """See ``link.LinkOwner``."""
+        if error is not None:
+            self._complain(explained(error, self.address) + self._hint())
+        elif cause == "gone":
+            self._complain(f"{self.address}: the connection was closed{self._hint()}")
         was_up, self._greeted, self._link = self._greeted, False, None
         self._doubted = False
         self._stop_timers()
-        if error is not None:
-            self._complain(explained(error, self.address))
-        elif cause == "gone":
-            self._complain(f"{self.address}: the connection was closed")
         now = self._loop.clock()
         if was_up:
             self._lost_at = now
@@ -344,6 +344,11 @@ class Peer:
             self.dropped_parts += self.queued_parts
             self.queued_parts = 0
             self._queue.clear()
+
+    def _hint(self) -> str:
+        if self._greeted or self._tls is not None:
+            return ""
+        return "; is that a keeper, and does it want TLS (keeper_tls_ca)?"
 
     def _well(self) -> None:
         if self.error:
