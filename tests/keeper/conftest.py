@@ -6,6 +6,7 @@ from contextlib import ExitStack
 import pytest
 from tests.keeper.fleet import FakeKeeping, started
 
+from kvferry.keeper import peer, server
 from kvferry.keeper.access import KeeperAccess
 from kvferry.keeper.client import Keepers
 from kvferry.keeper.server import Admission, Server
@@ -14,6 +15,15 @@ from kvferry.tiers.valkey.url import Address
 
 Serve = Callable[..., Server]
 Connect = Callable[..., Keepers]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy host is no silent keeper; tests of silence have limits of their own."""
+    for name in ("CONNECT_S", "GREETING_S", "PATIENCE_S"):
+        monkeypatch.setattr(peer, name, 60.0)
+    monkeypatch.setattr(peer, "IDLE_S", 600.0)
+    monkeypatch.setattr(server, "HELLO_TIMEOUT_S", 60.0)
 
 
 @pytest.fixture
@@ -28,9 +38,9 @@ def serve(stack: ExitStack) -> Serve:
     """Starts servers over what a test keeps."""
 
     def start(keeping: FakeKeeping, admission: Admission | None = None, *, port: int = 0) -> Server:
-        server = started(keeping, admission, listen=Address("127.0.0.1", port))
-        stack.callback(server.close)
-        return server
+        keeper = started(keeping, admission, listen=Address("127.0.0.1", port))
+        stack.callback(keeper.close)
+        return keeper
 
     return start
 
