@@ -22,6 +22,7 @@ class Sightings:
         self._slice = 0
         self._second = False  # the second pass over this slice
         self._missed = False
+        self._most = 0  # keys that any slice had
 
     def wanted(self, name: bytes) -> bool:
         """Whether this pass looks at that key."""
@@ -46,16 +47,20 @@ class Sightings:
 
     def end_pass(self) -> None:
         """The next pass begins."""
-        count, self._before, self._now = len(self._now), self._now, {}
-        if self._missed:
-            self._slices = min(2 * self._slices, MAX_SLICES)
-        elif self._slices > 1 and count < self._max_keys // 4:
-            self._slices //= 2
-        elif self._slices > 1 and self._second:
-            self._slice += 1
-        else:
+        self._most = max(self._most, len(self._now))
+        self._before, self._now = self._now, {}
+        if self._missed and self._slices < MAX_SLICES:
+            self._cut(2 * self._slices)
+        elif not self._second:
             self._second = True
-            return
-        self._missed = False
-        self._second = False
-        self._slice %= self._slices
+        elif self._slices > 1:
+            self._second = False
+            self._slice += 1
+            if self._slice == self._slices:
+                self._cut(self._slices // 2 if self._most < self._max_keys // 4 else self._slices)
+
+    def _cut(self, slices: int) -> None:
+        """Begin with the first of so many slices."""
+        self._slices = slices
+        self._slice = self._most = 0
+        self._second = self._missed = False

@@ -31,6 +31,11 @@ class Waiter(NamedTuple):
     request: "Request"
     index: int  # type: ignore[assignment]  # hides tuple.index, which a waiter has no use for
 
+    @property
+    def ref(self) -> PartRef:
+        """Which part."""
+        return self.request.refs[self.index]
+
 
 @dataclass(eq=False, slots=True)
 class Request:
@@ -71,7 +76,8 @@ class StageTable:
         self._max_parts = max_parts
         self._waiting = 0
         self._stages: dict[PartRef, Stage] = {}
-        self._queue: list[tuple[float, int, int, PartRef]] = []
+        self._queue: list[tuple[float, int, int, int, Waiter]] = []
+        self._entries = itertools.count()
         self._numbers = itertools.count(1)
         self._queued = 0
 
@@ -110,14 +116,14 @@ class StageTable:
         stage.waiters.append(Waiter(request, index))
         self._waiting += 1
         if not stage.running:
-            self._push(stage, request, index)
+            self._push(request, index)
         return True
 
     def peek(self) -> Stage | None:
         """The next to begin; None when nothing waits."""
         while self._queue:
-            if self._waits(ref := self._queue[0][3]):
-                return self._stages[ref]
+            if self._waits(waiter := self._queue[0][4]):
+                return self._stages[waiter.ref]
             heapq.heappop(self._queue)  # it runs, or nobody wants it any more
         return None
 
@@ -140,7 +146,7 @@ class StageTable:
             stage.waiters = [w for w in waiters if w.request.deadline > stage.deadline]
             waiters = [w for w in waiters if w.request.deadline <= stage.deadline]
             for waiter in stage.waiters:
-                self._push(stage, waiter.request, waiter.index)
+                self._push(waiter.request, waiter.index)
         self._waiting -= len(waiters)
         if not stage.waiters:
             self._forget(stage)
@@ -179,15 +185,17 @@ class StageTable:
         waiter.request.open.remove(waiter.index)
         return True
 
-    def _push(self, stage: Stage, request: Request, index: int) -> None:
+    def _push(self, request: Request, index: int) -> None:
         if len(self._queue) > 2 * self._waiting + MIN_KEPT:
-            self._queue = [entry for entry in self._queue if self._waits(entry[3])]
+            self._queue = [entry for entry in self._queue if self._waits(entry[4])]
             heapq.heapify(self._queue)
-        heapq.heappush(self._queue, (request.deadline, request.number, index, stage.ref))
+        entry = (request.deadline, request.number, index, next(self._entries), Waiter(request, index))
+        heapq.heappush(self._queue, entry)
 
-    def _waits(self, ref: PartRef) -> bool:
-        stage = self._stages.get(ref)
-        return stage is not None and not stage.running
+    def _waits(self, waiter: Waiter) -> bool:
+        """Whether it is for this one that a part is next; it may have left."""
+        stage = self._stages.get(waiter.ref)
+        return stage is not None and not stage.running and waiter.index in waiter.request.open
 
     def _forget(self, stage: Stage) -> None:
         del self._stages[stage.ref]
