@@ -108,7 +108,7 @@ class ObjectStore:
             self._begin(on=False)
 
     def damage(self, ref: PartRef, how: Damage) -> None:
-        """Of the tier opened last: a bit of the part; its pack, cut before its end; or a byte more before it."""
+        """Of the tier opened last: a bit of the part; its pack cut before its end; a byte more before it."""
         path, data, record = self.record(ref)
         start, end = record.offset, record.offset + record_bytes(ref.nbytes)
         match how:

@@ -200,7 +200,7 @@ class Books:
             elif error.trouble not in _REPLIES:
                 weight = _WEIGHTS.get(error.trouble, SILENCE)
                 if self.breaker.failed(weight, time.monotonic()):
-                    log.warning("objects at %s are left out: %s", self.settings.url, error)
+                    log.warning("objects at %s are left out: %s", self.settings.url, str(error))
                     self.opened()
 
     def usable(self) -> bool:

@@ -196,6 +196,8 @@ async def _within(work: Awaitable[_T], limit_s: float) -> _T:
         if isinstance(error, obstore.exceptions.PermissionDeniedError | PermissionError):
             otherwise = Trouble.DENIED
         raise BucketError(_trouble(str(error), otherwise), one_line(error)) from error
+    finally:
+        del work  # whoever keeps the error, with its traceback, would keep connections open
 
 
 def _trouble(text: str, otherwise: Trouble) -> Trouble:

@@ -74,7 +74,7 @@ class Follower:
                 try:
                     removals = read_removed(data)
                 except CorruptError as error:
-                    log.warning("objects: %s: %s", name.path, error)
+                    log.warning("objects: %s: %s", name.path, str(error))
             with self._books.lock:
                 self._books.catalogue.apply(removals)
             self._removals.lists[name] = frozenset(removal.pack for removal in removals)
@@ -102,7 +102,7 @@ class Follower:
             try:
                 indexes = read_manifest(data)
             except CorruptError as error:
-                log.warning("objects: %s: %s", name.path, error)
+                log.warning("objects: %s: %s", name.path, str(error))
                 indexes = []
             self._manifests.saw(name, len(data), indexes)
             for index in indexes:
@@ -137,9 +137,9 @@ class Follower:
                 return None
             if error.trouble is not Trouble.SHORT:
                 raise
-            log.warning("objects: %s: %s", name.path, error)
+            log.warning("objects: %s: %s", name.path, str(error))
         except CorruptError as error:
-            log.warning("objects: %s: %s", name.path, error)
+            log.warning("objects: %s: %s", name.path, str(error))
         self.unreadable.add(name.ident)
         return None
 

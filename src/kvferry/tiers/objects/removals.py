@@ -121,7 +121,7 @@ class Removals:
                 failed=lambda error: books.went_wrong(error, write=True),
             )
         except BucketError as error:
-            log.warning("objects: what was removed may be found again after a restart: %s", error)
+            log.warning("objects: what was removed may be found again after a restart: %s", str(error))
             with books.lock:
                 self._queue[namespace] += removals  # with the next list
             return False
@@ -150,5 +150,5 @@ class Removals:
                 await self._bucket.delete(piece, limit_s=books.settings.stall_s + len(piece) / 50)
             except BucketError as error:
                 books.went_wrong(error)
-                log.debug("objects: %d were not deleted: %s", len(piece), error)
+                log.debug("objects: %d were not deleted: %s", len(piece), str(error))
                 return

@@ -96,7 +96,7 @@ class Upkeep:
             try:
                 await self.refresh()
             except BucketError as error:
-                log.info("objects at %s were not followed: %s", settings.url, error)
+                log.info("objects at %s were not followed: %s", settings.url, str(error))
 
     async def refresh(self) -> None:
         """List everything, follow it, and delete what goes. Raises BucketError."""
