@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+from tests.fuzz import keepers
 
 from kvferry.config import load_node_settings
 from kvferry.engines.vllm.settings import parse_settings
@@ -366,9 +367,21 @@ def subjects(directory: Path) -> list[Subject]:
     (directory / "model").mkdir()
     for text in TOML:
         tomllib.loads(text.decode())  # good before it is damaged
+    keeper_toml = _Scratch(directory / "keeper.toml")
     return [
         Subject("frames from clients", [encode(message) for message in FROM_CLIENT], _from_client),
         Subject("frames from nodes", [encode(message) for message in FROM_NODE], _from_node),
+        Subject("frames to keepers", keepers.TO_KEEPER, keepers.to_keeper),
+        Subject("frames from keepers", keepers.FROM_KEEPER, keepers.from_keeper),
+        Subject("addresses of keepers", keepers.ADDRESSES, keepers.addresses, cost=2),
+        Subject("words of keepers", keepers.WORDS, keepers.words, cost=2),
+        Subject(
+            "settings of keepers",
+            keepers.TOML,
+            lambda data: keepers.settings(keeper_toml.write(data)),
+            cost=40,
+            memory_bytes=4 << 20,
+        ),
         Subject("replies of Valkey", REPLIES, _replies),
         Subject("values of Valkey", [_stored(PLAIN), b"$-1\r\n", b"-ERR x\r\n"], _value(PLAIN)),
         Subject("encrypted values", [_stored(SEALED), _stored(PLAIN)], _value(SEALED), cost=4),

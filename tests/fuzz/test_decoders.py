@@ -13,6 +13,11 @@ SEED = 1
 NAMES = (
     "frames from clients",
     "frames from nodes",
+    "frames to keepers",
+    "frames from keepers",
+    "addresses of keepers",
+    "words of keepers",
+    "settings of keepers",
     "replies of Valkey",
     "values of Valkey",
     "encrypted values",
