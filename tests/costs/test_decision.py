@@ -22,6 +22,7 @@ from kvferry.costs.decision import DEADLINE_CAP_S, STALL_SHARE
 from kvferry.costs.lengths import PROBE_CHUNKS
 
 MIB = 1 << 20
+TIERS = ("memory", "valkey", "disk", "objects")
 PREFILL = PrefillModel(0.01, 1e-3, 1e-8)
 FAST = TierRate(bytes_per_s=2e9, latency_s=0.001, inflight_bytes=0, probe_due=False)
 SLOW = TierRate(bytes_per_s=1e6, latency_s=0.001, inflight_bytes=0, probe_due=False)
@@ -130,7 +131,7 @@ prospects = st.builds(
     runs=st.lists(
         st.builds(
             TierRun,
-            tier=st.sampled_from(["memory", "valkey", "disk"]),
+            tier=st.sampled_from(TIERS),
             chunks=st.integers(1, 60),
             chunk_bytes=st.integers(1, 32 * MIB),
         ),
@@ -146,7 +147,7 @@ limits = st.builds(Limits, cap_s=st.floats(0.05, 30))
 @given(
     prospects,
     st.one_of(st.none(), prefills),
-    st.dictionaries(st.sampled_from(["memory", "valkey", "disk"]), rates),
+    st.dictionaries(st.sampled_from(TIERS), rates),
     limits,
 )
 def test_every_decision_is_bounded(
@@ -168,7 +169,7 @@ def test_every_decision_is_bounded(
 
 
 @settings(max_examples=200, deadline=None)
-@given(prospects, prefills, st.fixed_dictionaries(dict.fromkeys(("memory", "valkey", "disk"), rates)))
+@given(prospects, prefills, st.fixed_dictionaries(dict.fromkeys(TIERS, rates)))
 def test_the_choice_is_as_good_as_trying_every_length(
     found: Prospect, prefill: PrefillModel, known: dict[str, TierRate]
 ) -> None:
@@ -197,28 +198,40 @@ def test_the_choice_is_as_good_as_trying_every_length(
 
 lengths = st.dictionaries(
     st.integers(1, 60),
-    st.dictionaries(st.sampled_from(["memory", "valkey"]), st.integers(0, 200 * MIB)),
+    st.dictionaries(st.sampled_from(TIERS[1:]), st.integers(0, 200 * MIB)),
     max_size=8,
 ).map(lambda made: [Length(chunks, made[chunks]) for chunks in sorted(made)])
 
 
 @settings(max_examples=300, deadline=None)
-@given(prospects, lengths, prefills, rates, limits)
+@given(
+    found=prospects,
+    listed=lengths,
+    prefill=prefills,
+    known=st.fixed_dictionaries(dict.fromkeys(TIERS[1:], rates)),
+    limit=limits,
+)
 def test_only_a_listed_length_is_chosen_and_it_is_as_good_as_any_that_fits(
-    found: Prospect, listed: list[Length], prefill: PrefillModel, rate: TierRate, limit: Limits
+    *,
+    found: Prospect,
+    listed: list[Length],
+    prefill: PrefillModel,
+    known: dict[str, TierRate],
+    limit: Limits,
 ) -> None:
     found = replace(found, runs=(), lengths=listed)
-    measured = replace(rate, bytes_per_s=rate.bytes_per_s or 1e9)
-    decision = decide(found, prefill=prefill, rates={"valkey": measured}, limits=limit)
+    measured = {name: replace(rate, bytes_per_s=rate.bytes_per_s or 1e9) for name, rate in known.items()}
+    decision = decide(found, prefill=prefill, rates=measured, limits=limit)
     useful = [length for length in listed if length.chunks <= -(-found.wanted_tokens // found.chunk_tokens)]
     assert decision.load_chunks in (0, *(length.chunks for length in useful))
     assert found.useful_chunks == max((length.chunks for length in useful), default=0)
     if decision.reason in (DecisionReason.PROBE, DecisionReason.NOTHING_FOUND):
         return
     costs = {
-        length.chunks: measured.seconds(length.tier_bytes["valkey"])
-        if "valkey" in length.tier_bytes
-        else None
+        length.chunks: max(
+            (measured[tier].seconds(nbytes) or 0.0 for tier, nbytes in length.tier_bytes.items()),
+            default=None,
+        )
         for length in useful
     }
 
@@ -233,6 +246,49 @@ def test_only_a_listed_length_is_chosen_and_it_is_as_good_as_any_that_fits(
         assert seconds(decision.load_chunks) <= min(map(seconds, fits)) * (1 + 1e-9) + 1e-12 or (
             costs.get(max(fits)) is None
         )
+
+
+def test_a_prefix_that_goes_deeper_and_deeper_is_loaded_as_far_as_that_is_faster() -> None:
+    """From memory, Valkey and the disk; the part in the bucket is recomputed, unless there is time for it."""
+    deep = prospect(("memory", 10), ("valkey", 10), ("disk", 10), ("objects", 16))
+    rates = {
+        "valkey": replace(FAST, bytes_per_s=1e9),
+        "disk": replace(FAST, bytes_per_s=2e8, latency_s=0.01),
+        "objects": replace(FAST, bytes_per_s=1e7, latency_s=0.2),
+    }
+    decision = choose(deep, **rates)
+    assert (decision.load_chunks, decision.reason) == (30, DecisionReason.PARTIAL)
+    waiting = choose(replace(deep, queued_s=6.0), **rates)
+    assert (waiting.load_chunks, waiting.reason) == (46, DecisionReason.LOAD)
+    slow_disk = choose(deep, **{**rates, "disk": replace(SLOW, bytes_per_s=2e6)})
+    assert slow_disk.load_chunks == 20
+
+
+def test_a_trial_is_of_the_tier_that_deserves_it_and_of_no_other_that_is_slow() -> None:
+    due = replace(SLOW, probe_due=True)
+    idle = replace(FAST, probe_due=True)  # fast, and not used lately
+    deep = prospect(("valkey", 20), ("disk", 2), ("objects", 24))
+    decision = choose(deep, valkey=idle, disk=due, objects=SLOW)
+    assert (decision.load_chunks, decision.tries) == (22, ("disk",))
+    both = choose(deep, valkey=idle, disk=due, objects=due)
+    assert (both.load_chunks, both.tries) == (20 + PROBE_CHUNKS, ("disk", "objects"))
+    assert choose(deep, valkey=idle, disk=SLOW, objects=due).tries == ()
+    again = choose(prospect(("disk", 2), ("memory", 1), ("disk", 9)), disk=due)
+    assert (again.load_chunks, again.tries) == (PROBE_CHUNKS, ("disk",))
+
+
+def test_of_listed_lengths_none_is_a_trial_that_needs_more_of_a_slow_tier() -> None:
+    idle, due = replace(FAST, probe_due=True), replace(SLOW, probe_due=True)
+    listed = [
+        Length(8, {"valkey": 8 * MIB}),
+        Length(16, {"valkey": 8 * MIB, "disk": 48 * MIB}),
+        Length(24, {"valkey": 8 * MIB, "disk": 48 * MIB, "objects": 48 * MIB}),
+    ]
+    found = replace(prospect(), lengths=listed)
+    assert choose(found, valkey=idle, disk=SLOW, objects=SLOW).load_chunks == 8
+    tried = choose(found, valkey=FAST, disk=due, objects=SLOW)
+    assert (tried.load_chunks, tried.reason, tried.tries) == (16, DecisionReason.PROBE, ("disk",))
+    assert choose(found, valkey=FAST, disk=SLOW, objects=due).load_chunks == 8
 
 
 def test_a_tier_thought_slow_is_tried_with_the_shortest_length_that_needs_it() -> None:
