@@ -272,9 +272,9 @@ class Stager:
             self._tell(live, [(waiter.index, outcome)])
 
     def _promote(self, run: _Run) -> bool:
-        """To the disk, from the same memory; while requests wait for memory, later and from Valkey."""
+        """To the disk, from the same memory; where that is needed more, later and from Valkey."""
         ref = run.stage.ref
-        if self._table.queued:
-            self._copies.used([ref], [Held(objects=run.name)])
-            return False
-        return self._copies.promote(ref, run.name, run.buffer, run.checksums)
+        if not self._table.queued and self._copies.promote(ref, run.name, run.buffer, run.checksums):
+            return True
+        self._copies.used([ref], [Held(objects=run.name)])
+        return False
