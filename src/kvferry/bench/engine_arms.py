@@ -12,11 +12,20 @@ from kvferry.demo.ask import Question, Replica, Reply
 from kvferry.demo.fleet import Fleet
 from kvferry.demo.steps import NO_STORY, Source, Story, source_of, story_of
 from kvferry.errors import KvferryError
+from kvferry.keeper.wire import DropTier
 
 MAX_TOKENS = 2
 OUTPUT_TOKENS = 16
 MEMORY = "host memory"
 VALKEY = "Valkey"
+DISK = "NVMe"
+OBJECTS = "bucket"
+_SOURCES = {
+    MEMORY: Source.MEMORY,
+    VALKEY: Source.VALKEY,
+    DISK: Source.DISK,
+    OBJECTS: Source.OBJECTS,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +99,7 @@ class Arms:
     """A started fleet of A and B (connected) and P (plain), and how to measure on it.
 
     gap_s: idle time before every timed request, so that no arm profits from memory just touched.
+    tiers: from which a prefix is loaded, each as often as the others.
     """
 
     fleet: Fleet
@@ -98,6 +108,7 @@ class Arms:
     gap_s: float
     say: Callable[[str], None]
     hooks_s: Callable[[], float]
+    tiers: tuple[str, ...] = (MEMORY, VALKEY)
 
     def warm_up(self) -> None:
         """Touch all KV pages, and run every kernel once, as in an engine that has been up for a while."""
@@ -106,20 +117,23 @@ class Arms:
             self._ask(replica, self.prompts.tokens(300), gap=False)
 
     def pairs(self, section: str, *, prefix_tokens: int, repeats: int) -> list[Pair]:
-        """A computes a new prefix; B takes it from memory and from Valkey, each against its own hit."""
+        """A computes a new prefix; B takes it from each tier in turn, each load against its own hit."""
         node = self.fleet.node_view
         prefix = self.prompts.tokens(prefix_tokens)
         boundary = prefix_tokens // self.block_tokens * self.block_tokens
         before = node.committed_parts()
         self._ask(self.fleet.replicas["A"], prefix + self.prompts.question(), gap=False)
-        node.wait_saved(parts=before + boundary // self.block_tokens)
+        parts = boundary // self.block_tokens
+        node.wait_saved(parts=before + parts)
+        if DISK in self.tiers:  # what was used once is kept, in the background: before anything is timed
+            self.fleet.replicas["B"].reset_prefix_cache()
+            self._ask(self.fleet.replicas["B"], prefix + self.prompts.question(), gap=False)
         found: list[Pair] = []
         for _ in range(repeats):
-            for tier in (MEMORY, VALKEY):
+            for tier in self.tiers:
                 node.wait_written_back()
                 self.fleet.replicas["B"].reset_prefix_cache()
-                if tier == VALKEY:
-                    node.drop_memory()
+                self._only_in(tier, parts=parts)
                 pair = self._pair(section, tier, prefix, boundary=boundary)
                 found.append(pair)
                 self.say(
@@ -128,6 +142,17 @@ class Arms:
                     f"{pair.gb_s:.2f} GB/s {pair.fault}"
                 )
         return found
+
+    def _only_in(self, tier: str, *, parts: int) -> None:
+        """Forget a prefix of so many parts in all tiers before that one."""
+        if DISK in self.tiers:
+            self.fleet.storage.wait_kept(parts=parts)
+        if tier in (DISK, OBJECTS):
+            self.fleet.storage.drop(DropTier.VALKEY)
+        if tier == OBJECTS:
+            self.fleet.storage.drop(DropTier.DISK)
+        if tier != MEMORY:
+            self.fleet.node_view.drop_memory()
 
     def cold(self, *, tokens: int, first_with: bool) -> Versus:
         """One new prompt, cold, on A with the connector and on P without."""
@@ -169,9 +194,8 @@ class Arms:
         # the first one earlier shows to be needed: only the question after that is a hit of its own.
         self._ask(replica, prefix + self.prompts.question(), gap=False)
         own = self._ask(replica, prefix + self.prompts.question())
-        wanted = Source.MEMORY if tier == MEMORY else Source.VALKEY
         faults = (
-            fault_of("the load", load, story, wanted=wanted, boundary=boundary),
+            fault_of("the load", load, story, wanted=_SOURCES[tier], boundary=boundary),
             fault_of("the own hit", own, self._story(own), wanted=Source.OWN, boundary=boundary),
         )
         return Pair(

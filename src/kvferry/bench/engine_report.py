@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import kvferry
-from kvferry.bench.engine_arms import MEMORY, VALKEY, Pair, Results, Versus
+from kvferry.bench.engine_arms import DISK, MEMORY, OBJECTS, VALKEY, Pair, Results, Versus
 from kvferry.bench.spread import Spread, spread
 from kvferry.demo import page
 from kvferry.demo.page import Column
@@ -13,7 +13,16 @@ from kvferry.demo.svg import Bar, bar_chart
 
 FIXED = "fixed length"
 RANDOM = "random lengths"
-_LIMITS = {(FIXED, MEMORY): 1.15, (FIXED, VALKEY): 1.30, (RANDOM, MEMORY): 1.25, (RANDOM, VALKEY): 1.40}
+DEEP = "fixed length, deep tiers"
+_LIMITS: dict[tuple[str, str], float | None] = {
+    (FIXED, MEMORY): 1.15,
+    (FIXED, VALKEY): 1.30,
+    (RANDOM, MEMORY): 1.25,
+    (RANDOM, VALKEY): 1.40,
+    (DEEP, VALKEY): None,
+    (DEEP, DISK): 1.6,
+    (DEEP, OBJECTS): 2.5,
+}
 _VERSUS_LIMIT = 1.03
 _VERSUS: tuple[tuple[str, str, float | None], ...] = (
     ("cold", "cold TTFT", None),
@@ -89,7 +98,7 @@ def figures(results: Results) -> list[Figure]:
     return [row for row in rows if row is not None]
 
 
-def _pair_figure(name: str, pairs: Sequence[Pair], limit: float) -> Figure | None:
+def _pair_figure(name: str, pairs: Sequence[Pair], limit: float | None) -> Figure | None:
     ratio = spread([pair.ratio for pair in pairs])
     measured, against = spread([p.load_ttft_s for p in pairs]), spread([p.own_ttft_s for p in pairs])
     if ratio is None or measured is None or against is None:
@@ -136,7 +145,7 @@ def html(results: Results, setting: dict[str, Any]) -> str:
     rows = figures(results)
     lead = ", ".join(f"{name} {value}" for name, value in setting.items())
     wrong = faults(results)
-    charts = [_chart(results, section) for section in (FIXED, RANDOM)]
+    charts = [_chart(results, section) for section in (FIXED, RANDOM, DEEP)]
     return page.page(
         "kvferry bench engines",
         lead,
@@ -162,6 +171,8 @@ def _chart(results: Results, section: str) -> str:
     arms: tuple[tuple[str, str, Callable[[Pair], float], str], ...] = (
         (MEMORY, "from host memory", lambda pair: pair.load_ttft_s, "memory"),
         (VALKEY, "from Valkey", lambda pair: pair.load_ttft_s, "valkey"),
+        (DISK, "from NVMe", lambda pair: pair.load_ttft_s, "disk"),
+        (OBJECTS, "from the bucket", lambda pair: pair.load_ttft_s, "objects"),
     )
     for tier, label, value, kind in arms:
         _add(bars, f"{label}", [value(p) for p in pairs if p.tier == tier], kind)

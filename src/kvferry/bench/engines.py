@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.bench import engine_report, hook_times
-from kvferry.bench.engine_arms import Arms, Results, idle_node
+from kvferry.bench.engine_arms import DISK, OBJECTS, VALKEY, Arms, Results, idle_node
 from kvferry.bench.prompts import Prompts
 from kvferry.config import parse_valkey
 from kvferry.demo.engineview import block_tokens_of
@@ -21,9 +21,10 @@ from kvferry.demo.fleet import Fleet, FleetSettings, ReplicaPlan, plan_replicas
 from kvferry.demo.main import check_writable
 from kvferry.demo.model import demo_model
 from kvferry.demo.processes import EXIT_INTERRUPTED, StoppedError, stop_on_signals
+from kvferry.demo.storage import StorageSettings
 from kvferry.errors import MisconfiguredError
 
-SECTIONS = ("fixed", "random", "cold", "throughput", "idle")
+SECTIONS = ("fixed", "random", "deep", "cold", "throughput", "idle")
 RANDOM_TOKENS = (1000, 6000)
 BATCH_REQUESTS = 8
 BATCH_TOKENS = 512
@@ -81,6 +82,7 @@ def main(args: argparse.Namespace) -> int:
             settings = FleetSettings(
                 model=demo_model(chosen=args.model, say=say),
                 replicas=_replicas(sections),
+                storage=StorageSettings(at_start=False) if "deep" in sections else None,
                 valkey_url=args.valkey,
                 connector=hook_times.CONNECTOR,
                 engine_environment=((hook_times.DIRECTORY_VARIABLE, times),),
@@ -130,6 +132,13 @@ def _random(arms: Arms, results: Results, args: argparse.Namespace) -> None:
         results.pairs += arms.pairs(engine_report.RANDOM, prefix_tokens=length, repeats=args.repeats)
 
 
+def _deep(arms: Arms, results: Results, args: argparse.Namespace) -> None:
+    arms.fleet.start_keeper(objects=True)  # not before: it would copy while other sections are timed
+    arms = replace(arms, tiers=(VALKEY, DISK, OBJECTS))
+    for _ in range(args.prefixes):
+        results.pairs += arms.pairs(engine_report.DEEP, prefix_tokens=args.tokens, repeats=args.repeats)
+
+
 def _cold(arms: Arms, results: Results, args: argparse.Namespace) -> None:
     for number in range(args.cold):
         results.versus.append(arms.cold(tokens=args.cold_tokens, first_with=number % 2 == 0))
@@ -155,6 +164,7 @@ def _idle(arms: Arms, results: Results, args: argparse.Namespace) -> None:
 _SECTIONS: dict[str, Callable[[Arms, Results, argparse.Namespace], None]] = {
     "fixed": _fixed,
     "random": _random,
+    "deep": _deep,
     "cold": _cold,
     "throughput": _throughput,
     "idle": _idle,

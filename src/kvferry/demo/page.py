@@ -6,10 +6,11 @@ from html import escape
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b2430; --soft: #5b6775; --line: #d8dee6; --paper: #fff;
-  --computed: #b4532a; --own: #8a94a0; --memory: #1f7a5c; --valkey: #2f5fa8; --bad: #b3261e; }
+  --computed: #b4532a; --own: #8a94a0; --memory: #1f7a5c; --valkey: #2f5fa8; --disk: #7a4fa3;
+  --objects: #9a7b1c; --bad: #b3261e; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e7ebf0; --soft: #9aa6b4; --line: #333c47;
   --paper: #14191f; --computed: #e08a5f; --own: #8a94a0; --memory: #58b896; --valkey: #7fa6e6;
-  --bad: #ff8a80; } }
+  --disk: #b795dc; --objects: #d3b453; --bad: #ff8a80; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2.5rem auto;
   max-width: 62rem; padding: 0 1.25rem; }
 h1 { font-size: 1.5rem; margin: 0 0 .25rem; } h2 { font-size: 1.1rem; margin: 2.25rem 0 .5rem; }
@@ -25,9 +26,11 @@ th { font-weight: 600; color: var(--soft); } .num { text-align: right; white-spa
 .chart .grid { stroke: var(--line); } .chart .whisker { stroke: var(--ink); fill: none; stroke-width: 1.4; }
 .chart .computed { fill: var(--computed); } .chart .own { fill: var(--own); }
 .chart .memory { fill: var(--memory); } .chart .valkey { fill: var(--valkey); }
+.chart .disk { fill: var(--disk); } .chart .objects { fill: var(--objects); }
 .key { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin-right: .35em; }
 .key.computed { background: var(--computed); } .key.own { background: var(--own); }
 .key.memory { background: var(--memory); } .key.valkey { background: var(--valkey); }
+.key.disk { background: var(--disk); } .key.objects { background: var(--objects); }
 """
 
 

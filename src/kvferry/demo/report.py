@@ -25,6 +25,8 @@ _KINDS = {
     Source.OWN: "own",
     Source.MEMORY: "memory",
     Source.VALKEY: "valkey",
+    Source.DISK: "disk",
+    Source.OBJECTS: "objects",
     Source.MIXED: "valkey",
 }
 _COMPARED = (
@@ -124,6 +126,8 @@ def html(steps: Sequence[Step], setting: Setting) -> str:
                     ("own", "engine's own cache"),
                     ("memory", "host memory"),
                     ("valkey", "Valkey"),
+                    ("disk", "NVMe"),
+                    ("objects", "bucket"),
                 ]
             ),
             bar_chart(bars, title="Time to first token by step", unit="s"),

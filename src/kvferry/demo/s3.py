@@ -12,6 +12,7 @@ ACCESS_KEY = "kvferry"
 SECRET_KEY = "of no worth"
 REGION = "us-east-1"
 PORTS = 4
+HIGHEST_PORT = 55535  # each has another one, 10,000 above
 VOLUME_MIB = 256
 
 

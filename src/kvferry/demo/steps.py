@@ -16,7 +16,9 @@ class Source(enum.Enum):
     OWN = "own cache"
     MEMORY = "host memory"
     VALKEY = "Valkey"
-    MIXED = "host memory + Valkey"
+    DISK = "NVMe"
+    OBJECTS = "bucket"
+    MIXED = "several tiers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +133,15 @@ def source_of(reply: Reply, story: Story) -> Source:
     """Nothing reused: computed. Reused, and the node loaded nothing: the engine's own cache."""
     if not reply.cached_tokens:
         return Source.COMPUTED
-    memory, valkey = story.chunks.get("memory", 0), story.chunks.get("valkey", 0)
-    if memory and valkey:
-        return Source.MIXED
-    if valkey:
-        return Source.VALKEY
-    return Source.MEMORY if memory else Source.OWN
+    tiers = [source for name, source in _TIERS.items() if story.chunks.get(name, 0)]
+    if not tiers:
+        return Source.OWN
+    return tiers[0] if len(tiers) == 1 else Source.MIXED
+
+
+_TIERS = {
+    "memory": Source.MEMORY,
+    "valkey": Source.VALKEY,
+    "disk": Source.DISK,
+    "objects": Source.OBJECTS,
+}
