@@ -326,10 +326,12 @@ def test_what_another_stores_and_removes_is_followed(store: ObjectStore) -> None
     one, other = store.open(refresh_s=0.05), store.open()
     refs = [_ref(1), _ref(2), _ref(3)]
     _store_apart(other, *refs)
-    eventually(lambda: _there(one, *refs) == [True] * 3, "what the other stored")
+    eventually(lambda: probe_all(one, refs) == [Outcome.OK] * 3, "what the other stored")
+    assert _there(one, *refs) == [True] * 3
     _remove(other, refs[0])
     _drop(other, older_than_s=-1.0)
-    eventually(lambda: _there(one, *refs) == [False] * 3, "what the other removed")
+    eventually(lambda: probe_all(one, refs) == [Outcome.MISS] * 3, "what the other removed")
+    assert _there(one, *refs) == [False] * 3
 
 
 def test_a_pack_that_another_deleted_is_a_miss(store: ObjectStore) -> None:

@@ -4,11 +4,16 @@ Each request has a limit and is dropped at it: the connection is closed, nothing
 """
 
 import asyncio
+import contextlib
 import enum
+import os
 import re
+import tempfile
 from collections.abc import Awaitable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 from kvferry.errors import KvferryError, MisconfiguredError
 from kvferry.tiers.objects.settings import ObjectSettings, Place, parse_place
@@ -18,10 +23,13 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 CONNECT_S = 5.0
+LEFT_S = 3600.0
+"""No write takes so long: what is older was left behind."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _NO_SPACE = re.compile(r"No space left|StorageFull|QuotaExceeded|Disk quota")
 _LIST_CHUNK = 1000
+_PANIC = "RustPanic"  # of a defect inside obstore; its class cannot be imported
 
 
 class Trouble(enum.Enum):
@@ -158,7 +166,10 @@ def open_bucket(settings: ObjectSettings) -> Bucket:
 
 def _open(stores: Any, settings: ObjectSettings, place: Place) -> "ObjectStore":
     if place.directory is not None:
-        return stores.LocalStore(place.directory, mkdir=True, automatic_cleanup=True)
+        store = stores.LocalStore(place.directory, mkdir=True, automatic_cleanup=True)
+        _sweep(place.directory)
+        return store
+    _check_endpoint(settings)
     given = {
         "endpoint": settings.endpoint,
         "region": settings.region,
@@ -178,7 +189,27 @@ def _open(stores: Any, settings: ObjectSettings, place: Place) -> "ObjectStore":
     )
 
 
+def _check_endpoint(settings: ObjectSettings) -> None:
+    """What obstore would only find when it sends something, and then by a panic."""
+    variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    for endpoint in (settings.endpoint, *(os.environ.get(name) for name in variables)):
+        parts = urlsplit(endpoint or "https://none")
+        if parts.scheme not in ("http", "https") or not parts.hostname or " " in parts.netloc:
+            raise ValueError(f"endpoint {endpoint!r} is no URL like https://HOST:PORT")
+
+
+def _sweep(directory: Path) -> None:
+    """Delete what writes of a killed process left: obstore writes a file beside and renames it."""
+    with tempfile.NamedTemporaryFile(dir=directory) as now:
+        horizon = os.fstat(now.fileno()).st_mtime - LEFT_S
+    for left in directory.glob("v1/*/*/*#*"):
+        with contextlib.suppress(OSError):
+            if left.stat().st_mtime < horizon:
+                left.unlink()
+
+
 async def _within(work: Awaitable[_T], limit_s: float) -> _T:
+    """Foreign tracebacks are left out: whoever kept one would keep the store, and its connections, open."""
     try:
         async with asyncio.timeout(limit_s):
             return await work
@@ -186,18 +217,19 @@ async def _within(work: Awaitable[_T], limit_s: float) -> _T:
         raise BucketError(Trouble.SILENT, f"no answer within {limit_s:.1f} s") from error
     except FileNotFoundError as error:
         trouble = _trouble(str(error), Trouble.ABSENT)
-        raise BucketError(trouble, one_line(error)) from error
+        raise BucketError(trouble, one_line(error)) from error.with_traceback(None)
     except Exception as error:
         import obstore.exceptions
 
-        if not isinstance(error, obstore.exceptions.BaseError | OSError | ValueError):
+        panicked = type(error).__name__ == _PANIC
+        if not panicked and not isinstance(error, obstore.exceptions.BaseError | OSError | ValueError):
             raise
         otherwise = Trouble.BROKEN
         if isinstance(error, obstore.exceptions.PermissionDeniedError | PermissionError):
             otherwise = Trouble.DENIED
-        raise BucketError(_trouble(str(error), otherwise), one_line(error)) from error
+        raise BucketError(_trouble(str(error), otherwise), one_line(error)) from error.with_traceback(None)
     finally:
-        del work  # whoever keeps the error, with its traceback, would keep connections open
+        del work
 
 
 def _trouble(text: str, otherwise: Trouble) -> Trouble:

@@ -6,6 +6,7 @@ else from its own end; one that is known and not listed any more is forgotten.
 
 import asyncio
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -42,7 +43,6 @@ class Follower:
         self._removals = removals
         self._manifests = manifests
         self._known_at: dict[bytes, float] = {}
-        self.unreadable: set[bytes] = set()
 
     def wrote(self, ident: bytes) -> None:
         """A pack of this process is in the bucket. Under the tier's lock."""
@@ -63,7 +63,6 @@ class Follower:
                 self._add(name.namespace, index)
         with self._books.lock:
             self._books.catalogue.settle(packs)
-        self.unreadable &= packs.keys()
 
     async def _follow_removed(self, names: Sequence[Name]) -> None:
         """Others' lists of what does not count."""
@@ -91,8 +90,7 @@ class Follower:
     def _unknown(self, packs: Mapping[bytes, Name]) -> list[Name]:
         with self._books.lock:
             known, dead = self._books.catalogue.packs, self._books.catalogue.is_dead
-            new = [name for ident, name in packs.items() if ident not in known and not dead(ident)]
-        return [name for name in new if name.ident not in self.unreadable]
+            return [name for ident, name in packs.items() if ident not in known and not dead(ident)]
 
     async def _read_manifests(self, names: Sequence[Name], packs: Mapping[bytes, Name]) -> None:
         new = [name for name in names if name not in self._manifests.known]
@@ -125,7 +123,7 @@ class Follower:
             return None
 
     async def _read_end(self, name: Name, nbytes: int) -> PackIndex | None:
-        """None: it was deleted meanwhile, or is no pack; such a one is left alone until it is old."""
+        """None: it was deleted meanwhile. Without parts: it is no pack; it goes when it is old, as any."""
         try:
             tail = await self._tail(name, nbytes, min(nbytes, TAIL_GUESS_BYTES))
             length = tail_length(tail[-FOOTER_BYTES:])
@@ -140,8 +138,7 @@ class Follower:
             log.warning("objects: %s: %s", name.path, str(error))
         except CorruptError as error:
             log.warning("objects: %s: %s", name.path, str(error))
-        self.unreadable.add(name.ident)
-        return None
+        return PackIndex(name.ident, nbytes, [], array("Q"))
 
     async def _tail(self, name: Name, nbytes: int, length: int) -> bytes:
         if not FOOTER_BYTES <= length <= nbytes:

@@ -15,10 +15,11 @@ from kvferry.tiers.objects.names import Name
 
 NEW_PACKS = 32
 """So many packs that no manifest names are worth one."""
-SMALL_BYTES = 4 << 20
+SMALL_BYTES = 1 << 20
 MAX_SMALL = 8
 """More small ones than that, of one namespace, are joined."""
-LARGEST_BYTES = 16 << 20
+LARGEST_BYTES = 4 << 20
+"""Reading one keeps the thread of all requests busy for a fifth of a second."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,9 @@ from kvferry.tiers.objects.format import head_bytes, pack_head
 from kvferry.tiers.objects.packs import Buffers, OpenPack, Pending, Ready, smallest_buffer
 from kvferry.tiers.objects.work import Item, Report, State
 
+IDLE_S = 30.0
+"""After so long without work the memory of packs is given back."""
+
 
 class Packer:
     """``run`` on a thread of its own; the other methods under the tier's lock."""
@@ -84,7 +87,10 @@ class Packer:
                 if reports or move is not None:
                     return reports, move
                 due = min((pack.due(self._linger_s) for pack in self._open.values()), default=None)
-                books.packer.wait(None if due is None else max(0.0, due - now))
+                if due is None and not self.buffers.used_bytes and not books.packer.wait(IDLE_S):
+                    self.buffers.trim()
+                elif due is not None or self.buffers.used_bytes:
+                    books.packer.wait(None if due is None else max(0.0, due - now))
             return None
 
     def _next(self) -> tuple[list[Report], tuple[Item, OpenPack, int] | None]:

@@ -25,7 +25,7 @@ from kvferry.tiers.objects.spans import Span
 from kvferry.tiers.objects.upkeep import Upkeep
 from kvferry.tiers.objects.work import Item, State
 
-SLOW_BYTES_PER_S = 4 << 20
+SLOW_BYTES_PER_S = 1 << 20
 """A store that gives or takes less, from ``stall_s`` on, counts as silent."""
 
 

@@ -43,7 +43,7 @@ class ObjectSettings:
     write_bytes: int = 256 << 20
     queued_items: int = 65536
     stall_s: float = 5.0
-    upload_s: float = 60.0
+    upload_s: float = 120.0
     open_s: float = 60.0
     close_s: float = 10.0
 

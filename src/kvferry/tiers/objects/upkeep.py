@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -65,7 +66,7 @@ class Upkeep:
             records = catalogue.unused_since(pack, stored_s, used)
             parts += len(records)
             nbytes += catalogue.live_bytes(pack, records)
-            if records and len(records) == pack.live:
+            if len(records) == pack.live and time_of(pack.ident) < stored_s:
                 removals[pack.namespace].append(Removal(pack.ident, WHOLE_PACK))
             else:
                 removals[pack.namespace] += [Removal(pack.ident, record) for record in records]
@@ -90,7 +91,7 @@ class Upkeep:
     async def _run(self) -> None:
         settings = self._books.settings
         while True:
-            await asyncio.sleep(settings.refresh_s)
+            await asyncio.sleep(settings.refresh_s * random.uniform(0.8, 1.2))  # not all keepers at once
             if not self._books.usable():
                 continue
             try:
@@ -104,7 +105,7 @@ class Upkeep:
         listed = await self._list(None)
         await self._follower.follow({name: entry.nbytes for name, entry in listed.items()}, began)
         await self._tidy(listed)
-        await self._retire()
+        await self.retire()
         await self._write_manifests()
 
     async def _list(self, namespace: bytes | None) -> dict[Name, Listed]:
@@ -152,7 +153,7 @@ class Upkeep:
         old = [n for n, entry in listed.items() if n.kind is Kind.TRIAL and entry.modified_s < horizon]
         await self._removals.delete([name.path for name in [*dead, *twice, *old]])
 
-    async def _retire(self) -> None:
+    async def retire(self) -> None:
         """Beyond age and size the oldest packs go. They are not found any more before they are deleted."""
         books, settings = self._books, self._books.settings
         going: list[Pack] = []

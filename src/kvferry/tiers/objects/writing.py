@@ -76,8 +76,12 @@ class Writer:
                 books.counts.written_bytes += nbytes
                 self._add(pack, ident)
                 reports = books.end_all(waiting, Outcome.OK, "")
+            most = books.settings.max_bytes
+            too_much = most is not None and books.catalogue.nbytes > most
         for report in reports:
             call(report)
+        if too_much:
+            self._engine.spawn(self._upkeep.retire())
 
     def _add(self, pack: OpenPack, ident: bytes) -> None:
         """Under the lock."""
