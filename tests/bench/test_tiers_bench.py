@@ -12,10 +12,12 @@ import pytest
 
 from kvferry.bench import tiers
 from kvferry.bench.tier_disk import DiskRow
+from kvferry.bench.tier_objects import ObjectsRow
 from kvferry.bench.tier_protection import Protected
 from kvferry.config import NODE_SETTINGS
 from kvferry.errors import MisconfiguredError
 from kvferry.testing.expectations import eventually
+from kvferry.testing.s3 import start_obstore
 from kvferry.tiers.valkey.protection import Checksums
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.url import parse_url
@@ -77,6 +79,23 @@ def test_the_disk_is_measured_beside_a_bare_loop(capsys: pytest.CaptureFixture[s
     report = json.loads(capsys.readouterr().out)
     assert [(row["operation"], row["part_mib"]) for row in report["disk"]] == [("read", 0.5), ("write", 0.5)]
     text = tiers.render(tiers.Report(disk=[DiskRow(**row) for row in report["disk"]]))
+    assert "kvferry" in text
+    assert text.count("0.5") >= 2
+
+
+@pytest.fixture(scope="module")
+def obstore() -> None:
+    """Before anything is counted."""
+    start_obstore()
+
+
+def test_objects_are_measured_beside_bare_obstore(obstore: None, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ("--parts", "0.5,32", "--rounds", "1", "--sample-mib", "4", "--only", "objects")
+    assert tiers.main(parse(*small, "--json")) == 0
+    report = json.loads(capsys.readouterr().out)
+    found = [(row["operation"], row["part_mib"]) for row in report["objects"]]
+    assert found == [("read", 0.5), ("write", 0.5)]
+    text = tiers.render(tiers.Report(objects=[ObjectsRow(**row) for row in report["objects"]]))
     assert "kvferry" in text
     assert text.count("0.5") >= 2
 

@@ -33,7 +33,10 @@ class Engine:
             return True
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Begin a task. On the engine's thread."""
+        """Begin a task. On the engine's thread. Nothing begins any more once the engine is closed."""
+        if self._closed:
+            work.close()
+            return
         task = self.loop.create_task(self._logged(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -62,10 +65,10 @@ class Engine:
         asyncio.set_event_loop(loop)
         try:
             loop.run_forever()
-            tasks = asyncio.all_tasks(loop)
-            for task in tasks:
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            while tasks := asyncio.all_tasks(loop):
+                for task in tasks:
+                    task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         finally:
             loop.close()
