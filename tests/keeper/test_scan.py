@@ -1,8 +1,8 @@
 """The scan of a real Valkey: what was used is found, what was not is left alone; drops reach every key."""
 
+import dataclasses
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 from tests.keeper.rig import EAGER, NAMESPACE, contents, fill, holds, prompt
@@ -91,49 +91,33 @@ def dropped(scanner: Scanner, *, namespace: bytes | None, older_than_s: float | 
     return found[0]
 
 
-def use_until(tier: ValkeyTier, refs: Sequence[PartRef], seen: Callable[[], object]) -> None:
-    """Used now and then, until that is seen; servers count idle time by the second."""
-    next_use = 0.0
-
-    def use_and_look() -> object:
-        nonlocal next_use
-        if time.monotonic() >= next_use:
-            assert probe_all(tier, refs) == [Outcome.OK] * len(refs)
-            next_use = time.monotonic() + 4
-        return seen()
-
-    eventually(use_and_look, "what was used is found")
+def age(server: Server, seconds: int) -> None:
+    """From now on nothing it holds was used for so long."""
+    for name in server.key_names():
+        dump = must(server.ask("DUMP", name))
+        assert isinstance(dump, bytes)
+        must(server.ask("RESTORE", name, "0", dump, "REPLACE", "IDLETIME", str(seconds)))
 
 
-def used_later(tier: ValkeyTier, refs: Sequence[PartRef], scanner: Scanner) -> None:
-    use_until(tier, refs, lambda: scanner.statistics.found_parts)
+def idle_times(server: Server) -> list[int]:
+    return [int(must(server.ask("OBJECT", "IDLETIME", name))) for name in server.key_names()]  # type: ignore[call-overload]
 
 
-def test_what_is_used_again_is_found_and_nothing_else(valkey: ValkeyTier, ear: Ear) -> None:
+def test_what_is_used_again_is_found_and_nothing_else(server: Server, valkey: ValkeyTier, ear: Ear) -> None:
+    """Nor is what belongs to another keeper."""
     refs = prompt("a", 12, nbytes=BIG)
     fill(valkey, refs)
-    scanner = started(valkey.keyspace(), QUICK, ear)
-    try:
-        passed(scanner, 3)
-        used_later(valkey, refs[:2], scanner)
-        passed(scanner, 3)
-        assert ear.refs <= set(refs[:2])
-        assert ear.refs
-    finally:
-        scanner.close()
-
-
-def test_a_chunk_of_another_keeper_is_left_to_it(valkey: ValkeyTier, ear: Ear) -> None:
-    refs = prompt("a", 6)
-    fill(valkey, refs)
-    mine = refs[3]
-    settings = ScanSettings(every_s=0.0, page_s=0.0, share=0.9, owns=lambda chunk: chunk == mine.key.chunk)
+    age(server, 1000)
+    theirs = refs[1]
+    settings = dataclasses.replace(QUICK, owns=lambda chunk: chunk != theirs.key.chunk)
     scanner = started(valkey.keyspace(), settings, ear)
     try:
-        passed(scanner)
-        used_later(valkey, refs, scanner)
-        passed(scanner)
-        assert ear.refs == {mine}
+        passed(scanner, 3)
+        assert not ear.refs
+        assert probe_all(valkey, refs[:4]) == [Outcome.OK] * 4
+        passed(scanner, 3)
+        assert ear.refs == {refs[0], refs[2], refs[3]}
+        assert scanner.statistics.found_parts == 3, "each once"
     finally:
         scanner.close()
 
@@ -141,46 +125,40 @@ def test_a_chunk_of_another_keeper_is_left_to_it(valkey: ValkeyTier, ear: Ear) -
 def test_looking_leaves_no_trace(server: Server, valkey: ValkeyTier, ear: Ear) -> None:
     refs = prompt("a", 3)
     fill(valkey, refs)
-    names = server.key_names()
-    before = time.monotonic()
-    eventually(lambda: must(server.ask("OBJECT", "IDLETIME", names[0])) >= 2, "an idle key")
+    age(server, 1000)
     scanner = started(valkey.keyspace(), QUICK, ear)
     try:
         passed(scanner, 3)
-        with_header = valkey.keyspace().open(valkey.keyspace().servers()[0])
-        assert set(with_header.parts(names)) == set(refs)
-        with_header.close()
-        for name in names:
-            assert must(server.ask("OBJECT", "IDLETIME", name)) >= 2
+        shelf = valkey.keyspace().open(valkey.keyspace().servers()[0])
+        assert set(shelf.parts(server.key_names())) == set(refs)
+        shelf.close()
     finally:
         scanner.close()
-    assert time.monotonic() > before
+    assert min(idle_times(server)) >= 1000
 
 
-@pytest.mark.parametrize("older", [None, 2.0])
-def test_a_drop_reaches_every_key_of_its_namespace_and_no_other(
-    valkey: ValkeyTier, ear: Ear, older: float | None
-) -> None:
+def test_a_drop_reaches_every_key_of_its_namespace_and_no_other(valkey: ValkeyTier, ear: Ear) -> None:
     mine, theirs = prompt("a", 700, nbytes=200), prompt("b", 5, nbytes=BIG, namespace=OTHERS)
     fill(valkey, mine)
     fill(valkey, theirs)
-    fresh = mine[:3]
     scanner = started(valkey.keyspace(), ScanSettings(), ear)
     try:
-        if older is not None:
-            assert dropped(scanner, namespace=NAMESPACE, older_than_s=3600) == Dropped(0, 0)
-            shelf = valkey.keyspace().open(valkey.keyspace().servers()[0])
-            keys = [f"kvf1:{r.key.namespace.hex()}:{r.key.chunk.hex()}:0:0".encode() for r in mine[3:]]
-            eventually(lambda: min(shelf.idle_s(keys)) >= older + 8, "idle keys")
-            shelf.close()
-            assert probe_all(valkey, fresh) == [Outcome.OK] * 3
-        result = dropped(scanner, namespace=NAMESPACE, older_than_s=older and older + 5)
-        gone = mine if older is None else mine[3:]
-        assert result == Dropped(len(gone), sum(ref.nbytes for ref in gone))
-        left = theirs if older is None else [*fresh, *theirs]
-        assert probe_all(valkey, [*mine, *theirs]) == [
-            Outcome.OK if ref in left else Outcome.MISS for ref in [*mine, *theirs]
-        ]
+        assert dropped(scanner, namespace=NAMESPACE) == Dropped(700, 700 * 200)
+        assert probe_all(valkey, [*mine, *theirs]) == [Outcome.MISS] * 700 + [Outcome.OK] * 5
+    finally:
+        scanner.close()
+
+
+def test_a_drop_of_what_is_old_spares_what_was_used(server: Server, valkey: ValkeyTier, ear: Ear) -> None:
+    refs = prompt("a", 30, nbytes=BIG)
+    fill(valkey, refs)
+    age(server, 1000)
+    assert probe_all(valkey, refs[:3]) == [Outcome.OK] * 3
+    scanner = started(valkey.keyspace(), ScanSettings(), ear)
+    try:
+        assert dropped(scanner, namespace=None, older_than_s=2000) == Dropped(0, 0)
+        assert dropped(scanner, namespace=None, older_than_s=900) == Dropped(27, 27 * BIG)
+        assert probe_all(valkey, refs) == [Outcome.OK] * 3 + [Outcome.MISS] * 27
     finally:
         scanner.close()
 
@@ -189,10 +167,12 @@ def test_every_shard_of_a_cluster_is_looked_through_and_dropped_from(cluster: Cl
     tier = ValkeyTier.connect(cluster.settings())
     refs = prompt("c", 40, nbytes=BIG)
     fill(tier, refs)
+    for server in cluster.servers:
+        age(server, 1000)
     scanner = started(tier.keyspace(), QUICK, ear)
     try:
         passed(scanner)
-        used_later(tier, refs, scanner)
+        assert probe_all(tier, refs) == [Outcome.OK] * len(refs)
         eventually(lambda: len(ear.refs) == len(refs), "all parts of all shards were found")
         assert ear.refs == set(refs)
         assert dropped(scanner, namespace=None) == Dropped(40, 40 * BIG)
@@ -220,12 +200,14 @@ def test_a_keeper_copies_what_it_was_never_told_of_once_it_is_used(server: Serve
     with_other = ValkeyTier.connect(server.settings())
     refs = prompt("a", 5)
     fill(with_other, [*refs, *prompt("once", 5)])
+    age(server, 1000)
     tier = ValkeyTier.connect(server.settings())
     disk = MemoryTier("disk")
     keeper = Keeper(valkey=tier, disk=disk, objects=None, limits=EAGER, keyspace=tier.keyspace(), scan=QUICK)
     try:
         eventually(lambda: keeper.statistics().scan.passes > 1, "passes")
-        use_until(with_other, refs, lambda: holds(disk, refs))
+        assert probe_all(with_other, refs) == [Outcome.OK] * 5
+        eventually(lambda: holds(disk, refs), "copies of what was used")
         assert len(disk.parts) == 5
     finally:
         keeper.close()
