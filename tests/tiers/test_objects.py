@@ -285,9 +285,8 @@ def test_beyond_its_bytes_the_oldest_packs_go(store: ObjectStore) -> None:
     tier = store.open(max_bytes=70_000)
     refs = [_ref(n) for n in range(5)]
     _store_apart(tier, *refs)
-    _refresh(tier)
+    eventually(lambda: len(store.paths(Kind.PACK)) == 3, "two packs go")
     assert _there(tier, *refs) == [False, False, True, True, True]
-    assert len(store.paths(Kind.PACK)) == 3
     assert _there(store.open(max_bytes=30_000), *refs) == [False, False, False, False, True]
 
 
@@ -305,13 +304,11 @@ def test_beyond_its_age_a_pack_goes(store: ObjectStore) -> None:
 def test_what_cannot_be_deleted_is_not_found_and_deleted_later(store: ObjectStore) -> None:
     tier = store.open(max_bytes=30_000)
     hold = Hold(store, "delete", Kind.PACK)
-    store.bucket.failing = None
     _store_apart(tier, _ref(1), _ref(2))
-    refreshing = tier._engine.submit(tier._upkeep.refresh())
     eventually(lambda: hold.held, "the deletion")
     store.bucket.failing = Trouble.SLOW_DOWN
     hold.let_go()
-    refreshing.result(60)
+    eventually(lambda: "slow_down" in tier.statistics().detail.get("failed_requests", ""), "it fails")
     store.bucket.failing = None
     assert len(store.paths(Kind.PACK)) == 2
     assert _there(tier, _ref(1), _ref(2)) == [False, True]
@@ -393,14 +390,19 @@ def test_memory_for_packs_is_bounded_and_what_waits_is_known(store: ObjectStore)
     assert _there(tier, *refs) == [True] * 12
 
 
-def test_a_store_whose_deadline_passes_on_the_way_is_late_and_the_part_may_arrive(store: ObjectStore) -> None:
+def test_a_store_that_ends_on_the_way_is_late_and_the_part_may_arrive(store: ObjectStore) -> None:
     tier = store.open()
     hold = Hold(store, "put", Kind.PACK)
+    results = Results(1)
     data = some_bytes(20_000, 7)
-    assert store_all(tier, [(_ref(1), data)], deadline_s=0.2) == [Outcome.LATE]
+    transfer = tier.store([StoreItem(_ref(1), data, ())], deadline=float("inf"), done=results.done)
+    eventually(lambda: hold.held, "the upload")
+    transfer.cancel()
+    assert results.wait() == [Outcome.LATE]
     data[:] = bytes(20_000)  # it has another owner now
     hold.let_go()
-    eventually(lambda: _there(tier, _ref(1)) == [True], "its arrival")
+    eventually(lambda: probe_all(tier, [_ref(1)]) == [Outcome.OK], "its arrival")
+    assert _there(tier, _ref(1)) == [True]
 
 
 def test_a_part_that_is_on_its_way_is_not_sent_twice(store: ObjectStore) -> None:

@@ -2,8 +2,8 @@
 
 import ctypes
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 
 from kvferry.identity.names import PartRef
 from kvferry.identity.stripes import part_checksums
@@ -27,6 +27,7 @@ class Packer:
         self._ready = ready
         self._linger_s = settings.linger_s
         self._queue: deque[Item] = deque()
+        self._queued: Counter[bytes] = Counter()  # by namespace
         self._open: dict[bytes, OpenPack] = {}  # by namespace; the one opened first first
         self._pending: dict[PartRef, Pending] = {}
         self.buffers = Buffers(
@@ -35,9 +36,10 @@ class Packer:
 
     # -- under the lock ------------------------------------------------------------------------------
 
-    def queue(self, items: Iterable[Item]) -> None:
+    def queue(self, items: Sequence[Item]) -> None:
         """After those that wait."""
         self._queue.extend(items)
+        self._queued.update(item.ref.key.namespace for item in items)
         self._books.packer.notify()
 
     def remove(self, ref: PartRef) -> bool:
@@ -81,17 +83,21 @@ class Packer:
         with books.lock:
             while not books.closed:
                 now = time.monotonic()
-                for pack in [pack for pack in self._open.values() if now >= pack.due(self._linger_s)]:
+                for pack in [pack for pack in self._lonely() if now >= pack.due(self._linger_s)]:
                     self._close(pack)
                 reports, move = self._next()
                 if reports or move is not None:
                     return reports, move
-                due = min((pack.due(self._linger_s) for pack in self._open.values()), default=None)
+                due = min((pack.due(self._linger_s) for pack in self._lonely()), default=None)
                 if due is None and not self.buffers.used_bytes and not books.packer.wait(IDLE_S):
                     self.buffers.trim()
                 elif due is not None or self.buffers.used_bytes:
                     books.packer.wait(None if due is None else max(0.0, due - now))
             return None
+
+    def _lonely(self) -> list[OpenPack]:
+        """Packs that no part in the queue will join."""
+        return [pack for pack in self._open.values() if not self._queued[pack.namespace]]
 
     def _next(self) -> tuple[list[Report], tuple[Item, OpenPack, int] | None]:
         """What is known of the first items; and the first of them to copy, and where to."""
@@ -102,7 +108,7 @@ class Packer:
             ref = item.ref
             report: Report | None = None
             if item.state is not State.WAITING:  # it ended while it waited
-                self._queue.popleft()
+                self._leave()
                 continue
             if books.catalogue.use(ref, time.monotonic()):
                 report = books.end(item, Outcome.OK)
@@ -113,16 +119,23 @@ class Packer:
             elif (pack := self._pack_for(ref)) is None:
                 return reports, None
             else:
-                self._queue.popleft()
+                self._leave()
                 books.claim(item)
                 pending, offset = pack.reserve(ref)
                 pending.waiting.append(item)
                 self._pending[ref] = pending
                 return reports, (item, pack, offset)
-            self._queue.popleft()
+            self._leave()
             if report is not None:
                 reports.append(report)
         return reports, None
+
+    def _leave(self) -> None:
+        """The first of the queue."""
+        namespace = self._queue.popleft().ref.key.namespace
+        self._queued[namespace] -= 1
+        if not self._queued[namespace]:
+            del self._queued[namespace]
 
     def _pack_for(self, ref: PartRef) -> OpenPack | None:
         """None: there is no memory until some pack has been uploaded."""
