@@ -15,23 +15,31 @@ from kvferry.keeper.settings import KeeperSettings
 from kvferry.keeper.statistics import KeeperStatistics, LineStatistics
 from kvferry.node.node import Node
 from kvferry.testing.expectations import eventually
+from kvferry.testing.proxy import Proxy
 from kvferry.tiers.valkey.url import Address, parse_url
 
 DISK_BYTES = 128 << 20
 PART_BYTES = 256 << 10
 SMALL = NamespaceInfo(b"test" + b"k" * 12, (PART_BYTES,), 128, "test", "small")
+MIXED = NamespaceInfo(
+    b"test" + b"x" * 12, (PART_BYTES, 64 << 10, 128 << 10), 128, "test", "mixed", trailing=(0, 2, 1)
+)
 ANY_PORT = Address("127.0.0.1", 0)
 
 
 @dataclass
 class KeptFleet:
-    """keepers: nodes know those that were started before them. keys: of nodes that encrypt."""
+    """keepers: nodes know those that were started before them; through ``proxies``, if there are any.
+
+    keys: of nodes that encrypt.
+    """
 
     path: Path
     server: Server
     stack: ExitStack
     keys: KeyRing | None = None
     keepers: list[KeeperProcess] = field(default_factory=list[KeeperProcess])
+    proxies: list[Proxy] = field(default_factory=list[Proxy])
     nodes: list[Node] = field(default_factory=list[Node])
 
     def keeper(
@@ -75,8 +83,21 @@ class KeptFleet:
             settings(place, deadline_cap_ms=deadline_cap_ms),
             valkey=parse_url(self.server.url),
             encryption_keys=self.keys,
-            keepers=tuple(keeper.address for keeper in self.keepers),
+            keepers=tuple(self.addresses()),
         )
+
+    def addresses(self) -> list[Address]:
+        """Where nodes find the keepers."""
+        if self.proxies:
+            return [Address("127.0.0.1", proxy.port) for proxy in self.proxies]
+        return [keeper.address for keeper in self.keepers]
+
+    def proxy(self, keeper: KeeperProcess) -> Proxy:
+        """Between the keeper and the nodes that are started from now on."""
+        proxy = Proxy((keeper.address.host, keeper.address.port))
+        self.stack.callback(proxy.close)
+        self.proxies.append(proxy)
+        return proxy
 
     def kept(self, parts: int, *, in_objects: bool = False) -> None:
         """Wait until so many parts were copied, to the disks or to objects, and no more are due."""

@@ -121,7 +121,9 @@ class Clients(Model):
             assert bytes(view) == CONTENT[key]
             self.tell(Role.WORKER, who, Copied(load_id=loading.load_id, part=at[1], chunks=(at[0],)))
         else:
+            comes = at[0] < loading.first_chunk + self.world.app.loads._loads[loading.load_id].load.end
             self.tell(Role.WORKER, who, Corrupt(load_id=loading.load_id, part=at[1], chunk=at[0]))
+            assert not comes or self.keepers is None or key not in self.keepers.values
 
     def reserve(
         self, who: int, space: Namespace, part: int, *, prefix: Sequence[bytes], wanted: Sequence[bytes]

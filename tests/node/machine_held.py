@@ -4,14 +4,23 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from tests.node.machine_keepers import Locate
 from tests.node.machine_tier import Probe
 from tests.node.machine_world import Peer
 
 from kvferry.identity.names import PartKey
+from kvferry.keeper.wire import Where
 from kvferry.node import search
 from kvferry.node.state import Namespace
 from kvferry.node.wire import Place
 from kvferry.tiers.contract import Outcome
+
+WHERE = {
+    Where.ABSENT: Outcome.MISS,
+    Where.DISK: Outcome.OK,
+    Where.OBJECTS: Outcome.OK,
+    Where.UNKNOWN: Outcome.FAILED,
+}
 
 
 @dataclass(eq=False)
@@ -29,6 +38,7 @@ class Asked:
     bound: float
     memory: set[tuple[int, int]]
     probe: Probe | None = None
+    locate: Locate | None = None
     crowded: bool = False
 
     def largest(self, there: Callable[[int, int], bool]) -> int:
@@ -44,7 +54,7 @@ class Asked:
         memory = self.largest(lambda at, part: (at, part) in self.memory)
         if self.probe is None or self.probe.answered is None:
             return memory, self.probe is None
-        ends = {ref.key: end for ref, end in zip(self.probe.refs, self.probe.answered, strict=True)}
+        ends = self.ends()
 
         unasked = self._unasked(memory)
 
@@ -63,7 +73,48 @@ class Asked:
 
         known = self.largest(lambda at, part: end(at, part) is Outcome.OK)
         assert known >= memory
-        return known, self.largest(possible) == known
+        silent = self.locate is not None and self.locate.answered is None
+        return known, not silent and self.largest(possible) == known
+
+    def ends(self) -> dict[PartKey, Outcome]:
+        """What is known of what the tier was asked for, its keepers' word included."""
+        if self.probe is None or self.probe.answered is None:
+            return {}
+        ends = dict(zip((ref.key for ref in self.probe.refs), self.probe.answered, strict=True))
+        if self.locate is not None and self.locate.answered is not None:
+            for ref, where in zip(self.locate.refs, self.locate.answered, strict=True):
+                ends[ref.key] = WHERE[where]
+        return ends
+
+    def places(self, at: int) -> set[Where]:
+        """Where keepers have something of that chunk."""
+        if self.locate is None or self.locate.answered is None:
+            return set()
+        places = zip(self.locate.refs, self.locate.answered, strict=True)
+        return {where for ref, where in places if ref.key.chunk == self.wanted[at]}
+
+    def to_locate(self) -> set[PartKey]:
+        """What keepers should be asked for, once the tier has answered: what could lead on."""
+        known, _ = self.available()
+        ends, unasked = self.ends(), self._unasked(self.largest(lambda at, part: (at, part) in self.memory))
+
+        def hopeless(at: int, part: int) -> bool:
+            if (at, part) in self.memory or self.space.trailing_of(part):
+                return False
+            outcome = ends.get(PartKey(self.space.namespace, self.wanted[at], part))
+            return at >= unasked or outcome not in (Outcome.OK, Outcome.MISS)
+
+        end = next(
+            (at for at in range(len(self.wanted)) if any(hopeless(at, part) for part in self.space.parts)),
+            len(self.wanted),
+        )
+        wanted = {pair for boundary in range(known + 1, end + 1) for pair in needed(self.space, boundary)}
+        keys = {
+            PartKey(self.space.namespace, self.wanted[at], part)
+            for at, part in wanted
+            if (at, part) not in self.memory
+        }
+        return {key for key in keys if ends.get(key) is Outcome.MISS}
 
     def _unasked(self, memory: int) -> int:
         """The first position that the limit on what a lookup asks for left out."""

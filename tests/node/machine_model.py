@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tests.node.machine_held import Asked, Loading, Writing
+from tests.node.machine_keepers import ScriptedKeepers
 from tests.node.machine_tier import ScriptedTier
 from tests.node.machine_world import CHECKSUMS, CONTENT, KEYS, POOL_BYTES, SPACES, Clock, Peer, World
 
@@ -12,6 +13,7 @@ from kvferry.identity.names import PartKey
 from kvferry.identity.stripes import part_checksums
 from kvferry.node.app import snapshot
 from kvferry.node.framing import split_checksums
+from kvferry.node.keepers import TIERS
 from kvferry.node.loading import LEASE_GRACE_S
 from kvferry.node.pins import SHARE_DIVISOR
 from kvferry.node.saves import QUARANTINE_S, RESERVATION_LEASE_S
@@ -30,7 +32,8 @@ from kvferry.node.wire import (
     Role,
     Tier,
 )
-from kvferry.observe.metrics import METRICS, Kind
+from kvferry.observe.metric import Kind
+from kvferry.observe.metrics import METRICS
 
 NO_MISS = {Reason.ENDED, Reason.COMPLETE, Reason.EXPIRED, Reason.EPOCH}  # that need no counter of failures
 MISSES = {Reason.ABSENT, Reason.EVICTED}
@@ -40,11 +43,12 @@ NO_FAILURE = {*MISSES, Reason.CHEAPER}  # for which an answer is short
 class Model:
     """The world, and what is known of it."""
 
-    def __init__(self, *, with_tier: bool, tight: bool = False) -> None:
+    def __init__(self, *, with_tier: bool, tight: bool = False, with_keepers: bool = False) -> None:
         """tight: the node's bounds are so small that an answer need not name all that is ready."""
         self.tight = tight
         self.clock = Clock()
         self.tier = ScriptedTier() if with_tier else None
+        self.keepers = ScriptedKeepers(self.tier) if with_keepers and self.tier is not None else None
         self.damaged: set[PartKey] = set()  # of parts whose bytes in memory were changed
         self.tickets = 0
         self.serial = 0
@@ -54,7 +58,9 @@ class Model:
 
     def begin(self) -> None:
         """A node process starts; what lies in the tier is from before."""
-        self.world = World(self.clock, tier=self.tier, epoch=self.epoch)
+        self.world = World(self.clock, tier=self.tier, keepers=self.keepers, epoch=self.epoch)
+        if self.keepers is not None:
+            self.keepers.forget()
         self.peers: list[Peer] = []
         self.asked: dict[tuple[Peer, int], Asked] = {}
         self.loads: dict[int, Loading] = {}
@@ -153,7 +159,8 @@ class Model:
         """Who is told what, and whether it was rightly counted as a miss."""
         wanted = asked.wanted
         available, missing = asked.available()
-        if asked.probe is not None and asked.probe.answered is None:
+        silent = asked.probe is not None and asked.probe.answered is None
+        if silent or (asked.locate is not None and asked.locate.answered is None):
             assert self.clock.now >= asked.bound
             self.is_counted(Reason.DEADLINE)
         if asked.probe is None and answer.reason is Reason.LIMIT:
@@ -192,6 +199,7 @@ class Model:
                 whole
                 or needless
                 or tier == Tier.VALKEY
+                or tier in [TIERS.get(where) for where in asked.places(at)]
                 or asked.crowded
                 or self.wants_more_than_its_share(asked.peer)
                 or self.tight
@@ -239,6 +247,7 @@ class Model:
         world.settle()
         assert world.loop.defects == 0
         self._tick(now)
+        self._match_locates()
         self.absorb()
         world.state.catalogue.check()
         world.state.pins.check()
@@ -261,6 +270,21 @@ class Model:
                 self.expired_loads += 1
                 self.over(loading)
         self.ending.clear()
+
+    def _match_locates(self) -> None:
+        """Whose question each new one to the keepers is: they come in the order of the tier's answers."""
+        if self.keepers is None:
+            return
+        waiting = [asked for asked in self.asked.values() if asked.locate is None and asked.probe is not None]
+        waiting = [asked for asked in waiting if asked.probe and asked.probe.answered is not None]
+        waiting.sort(key=lambda asked: asked.probe.turn if asked.probe is not None else 0)
+        known = [asked.locate for asked in self.asked.values()]
+        for locate in [locate for locate in self.keepers.asked if locate not in known]:
+            keys = {ref.key for ref in locate.refs}
+            asked = next(asked for asked in waiting if asked.to_locate() == keys)
+            asked.locate = locate
+            waiting.remove(asked)
+        self.keepers.asked.clear()
 
     def _bytes_are_right(self) -> None:
         """Whoever may write does; then every reader must see exactly what it was promised."""
@@ -336,7 +360,10 @@ class Model:
         overdue = [w for w in self.writing if w.until == math.inf and w.expires <= self.clock.now]
         assert app.saves.overdue == len(overdue)
         assert len(app.loads) == len(self.loads)
-        assert app.loads.fetches == len(self.tier.fetches if self.tier is not None else ())
+        staging = self.keepers.staging if self.keepers is not None else 0
+        assert app.loads.fetches == len(self.tier.fetches if self.tier is not None else ()) + staging
+        if self.keepers is not None:
+            assert self.keepers.told == counters.stored_parts + counters.store_present_parts
         assert counters.reserved_parts == self.saves["reserved"]
         assert counters.committed_parts == self.saves["committed"]
         assert counters.reserve_declined.total() == self.saves["declined"]
@@ -373,6 +400,8 @@ class Model:
         app = self.world.app
         for _ in range(20):
             self.check()
+            if self.keepers is not None:
+                self.keepers.end_all(None)
             if self.tier is not None:
                 self.tier.end_all(None)
             self.clock.now += QUARANTINE_S

@@ -27,6 +27,7 @@ class Probe:
     refs: Sequence[PartRef]
     done: Callable[[Sequence[Outcome]], None]
     answered: Sequence[Outcome] | None = None
+    turn: int = 0  # which of all answers it was
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +74,7 @@ class ScriptedTier:
     up: bool = True
     probes: list[Probe] = field(default_factory=list[Probe])
     fetches: list[Fetch] = field(default_factory=list[Fetch])
+    answers: int = 0
     stores: list[Store] = field(default_factory=list[Store])
     ended: Counter[Outcome] = field(
         default_factory=Counter[Outcome]
@@ -155,7 +157,8 @@ class ScriptedTier:
         if odd is not None and outcomes:
             named = probe.refs[odd_at % len(outcomes)]
             outcomes = [odd if ref == named else seen for ref, seen in zip(probe.refs, outcomes, strict=True)]
-        probe.answered = outcomes
+        self.answers += 1
+        probe.answered, probe.turn = outcomes, self.answers
         probe.done(outcomes)
 
     def finish(self, fetch: Fetch, ending: Outcome | None) -> None:

@@ -5,6 +5,7 @@ from hashlib import sha256
 from typing import NoReturn
 
 import xxhash
+from tests.node.machine_keepers import ScriptedKeepers
 from tests.node.machine_tier import ScriptedTier
 
 from kvferry import __version__
@@ -105,9 +106,17 @@ class Peer:
 class World:
     """One node process. tier: None for a node of memory alone."""
 
-    def __init__(self, clock: Clock, *, tier: ScriptedTier | None, epoch: int) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        tier: ScriptedTier | None,
+        epoch: int,
+        keepers: ScriptedKeepers | None = None,
+    ) -> None:
         self.clock = clock
         self.tier = tier
+        self.keepers = keepers
         self.loop = Loop(after_turn=self._after_turn, clock=clock)
         self.arena = PlainArena(POOL_BYTES)
         self.state = NodeState(
@@ -115,6 +124,7 @@ class World:
             arena=self.arena,  # type: ignore[arg-type]
             catalogue=Catalogue(SlotAllocator(POOL_BYTES, SLAB_BYTES)),
             tier=tier,
+            keepers=keepers,
             epoch=epoch,
             deadline_cap_s=DEADLINE_CAP_S,
         )
@@ -178,6 +188,8 @@ class World:
 
     def close(self) -> None:
         """The node process ends."""
+        if self.keepers is not None:
+            self.keepers.close()
         if self.tier is not None:
             self.tier.close()
         self.loop.close()

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.errors import MisconfiguredError
+from kvferry.keeper.client import KeepersStatistics, KeeperStatus
 from kvferry.node.counters import Counters, EngineStatus, NodeStatistics
 from kvferry.observe.exposition import MAX_SCRAPES, MetricsPage
 from kvferry.observe.metric import MAX_LABEL_VALUES, Kind
@@ -33,7 +34,12 @@ def catalogue() -> CatalogueStatistics:
     return Catalogue(SlotAllocator(IDLE_POOL_BYTES, slab_bytes=16 << 20)).statistics()
 
 
-def statistics(*, tier: TierStatistics | None = None, counters: Counters | None = None) -> NodeStatistics:
+def statistics(
+    *,
+    tier: TierStatistics | None = None,
+    counters: Counters | None = None,
+    keepers: KeepersStatistics | None = None,
+) -> NodeStatistics:
     return NodeStatistics(
         pid=1,
         version="0",
@@ -45,6 +51,7 @@ def statistics(*, tier: TierStatistics | None = None, counters: Counters | None 
         prepared_bytes=0,
         catalogue=catalogue(),
         tier=tier,
+        keepers=keepers,
         engines=(EngineStatus("vllm", "worker", 0, 7, "0", "model", "default", 0, 0, ""),),
         namespaces=(),
         counters=counters or Counters(),
@@ -59,6 +66,25 @@ def statistics(*, tier: TierStatistics | None = None, counters: Counters | None 
 
 def valkey(**failed: int) -> TierStatistics:
     return TierStatistics("valkey", "degraded", 1, 4096, 2, 8192, 3, dict(failed), 0, {})
+
+
+def keeper(address: str, state: str) -> KeeperStatus:
+    """Ten parts of each kind."""
+    return KeeperStatus(
+        address=address,
+        name="",
+        version="",
+        state=state,
+        error="",
+        connects=1,
+        asked=0,
+        queued_parts=10,
+        dropped_parts=10,
+        located_parts=10,
+        staged_parts=10,
+        unanswered=0,
+        strange=0,
+    )
 
 
 def scrape(snapshot: NodeStatistics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -104,6 +130,24 @@ def test_a_scrape_shows_every_metric_that_has_samples() -> None:
     assert found["kvferry_engines", (("role", "worker"),)] == 1
     shown = {name for name, _ in found}
     assert {metric.exposed_name for metric in METRICS if list(metric.read(snapshot))} <= shown
+
+
+def test_keepers_are_shown_one_by_one_and_what_came_from_their_tiers_by_tier() -> None:
+    counters = Counters()
+    counters.fetched_bytes.update(valkey=5, disk=7)
+    counters.staged_parts["disk"] = 2
+    counters.stage_failed["late"] = 1
+    states = {"store1:9472": "up", "store2:9472": "silent", "store3:9472": "down", "store4:9472": "refused"}
+    keepers = KeepersStatistics(
+        keepers=tuple(keeper(address, state) for address, state in states.items()), dropped_parts=3, defects=0
+    )
+    found = scrape(statistics(tier=valkey(), counters=counters, keepers=keepers))
+    assert found["kvferry_fetched_bytes_total", (("tier", "disk"),)] == 7
+    assert found["kvferry_staged_parts_total", (("tier", "disk"),)] == 2
+    assert found["kvferry_stage_failures_total", (("cause", "late"),)] == 1
+    up = [found["kvferry_keeper_up", (("keeper", address),)] for address in states]
+    assert up == [1, 0.5, 0, 0]
+    assert found["kvferry_untold_parts_total", ()] == 3 + 4 * 10
 
 
 def test_labels_are_bounded_and_nothing_is_lost() -> None:

@@ -14,10 +14,10 @@ from kvferry.errors import MisconfiguredError
 MEANING = {
     "complete": "everything that was asked for",
     "absent": "no tier has the next chunk",
-    "evicted": "the next chunk was in host memory, was evicted, and is not in Valkey either",
+    "evicted": "the next chunk was in host memory, was evicted, and no other tier has it",
     "cheaper-to-recompute": "loading would have taken longer than recomputing",
     "pool-full": "all of host memory was in use",
-    "tier-down": "the tier did not answer lately",
+    "tier-down": "a tier, or a keeper, did not answer lately",
     "deadline": "it took longer than its deadline",
     "stalled": "nothing arrived for the stall timeout",
     "corrupt": "bytes did not match their checksum; they were removed",

@@ -25,6 +25,7 @@ _FIRST = ("server", "mode", "url")
 _ENGINE_COLUMNS = 30
 _DOMAIN_COLUMNS = 12
 _MAX_NAMESPACES = 16
+_MAX_KEEPERS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,6 +93,7 @@ def _tiers(status: dict[str, Any], counters: dict[str, Any]) -> str:
         ]
     ]
     tier: dict[str, Any] | None = status["tier"]
+    keepers: dict[str, Any] | None = status.get("keepers")
     if tier is not None:
         rows.append(
             [
@@ -104,10 +106,53 @@ def _tiers(status: dict[str, Any], counters: dict[str, Any]) -> str:
                 "-",
             ]
         )
+    if keepers is not None:
+        rows += _deep(keepers, counters)
     text = table(["TIER", "STATE", "HOLDS", "HIT TOKENS", "HIT BYTES", "READ", "WRITTEN", "EVICTED"], rows)
     if tier is None:
         return text
-    return "\n".join([text, *_about(tier), *_limits(status.get("quota"), status.get("write_rate"))])
+    limits = _limits(status.get("quota"), status.get("write_rate"))
+    return "\n".join([text, *_about(tier), *limits, *_keepers(keepers, counters)])
+
+
+def _deep(keepers: dict[str, Any], counters: dict[str, Any]) -> list[list[str]]:
+    """What lies behind Valkey, as far as something came from there."""
+    up = [keeper["state"] == "up" for keeper in keepers["keepers"]]
+    state = "up" if all(up) else "degraded" if any(up) else "down"
+    return [
+        [
+            name,
+            state,
+            "-",
+            *_hits(counters, name),
+            format_size(counters["fetched_bytes"].get(name, 0)),
+            "-",
+            "-",
+        ]
+        for name in ("disk", "objects")
+        if counters["hit_chunks"].get(name) or counters["fetched_bytes"].get(name)
+    ]
+
+
+def _keepers(keepers: dict[str, Any] | None, counters: dict[str, Any]) -> list[str]:
+    """Which keepers there are, and what went wrong between them and this node."""
+    if keepers is None:
+        return []
+    known: list[dict[str, Any]] = keepers["keepers"]
+    up = [clip(keeper["address"], _ENGINE_COLUMNS) for keeper in known if keeper["state"] == "up"]
+    named = f": {', '.join(up[:_MAX_KEEPERS])}" if up else ""
+    lines = ["", labelled("keepers", f"{count(len(up))} of {count(len(known))} up{named}")]
+    for keeper in [keeper for keeper in known if keeper["state"] != "up"][:_MAX_KEEPERS]:
+        why = f": {keeper['error']}" if keeper["error"] else ""
+        lines.append(labelled("", f"{keeper['address']} is {keeper['state']}{why}"))
+    untold = keepers["dropped_parts"] + sum(keeper["dropped_parts"] for keeper in known)
+    failed = {
+        "not told of": untold,
+        **{f"not staged, {why}": n for why, n in counters["stage_failed"].items()},
+    }
+    if any(failed.values()):
+        lines.append(labelled("", f"parts {causes(failed)}"))
+    return lines
 
 
 def _limits(quota: dict[str, Any] | None, write_rate: int | None) -> list[str]:

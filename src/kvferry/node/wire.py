@@ -61,7 +61,7 @@ class Reason(enum.StrEnum):
 
     COMPLETE = "complete"  # everything that was asked for
     ABSENT = "absent"  # no tier has the next chunk
-    EVICTED = "evicted"  # was in host memory, evicted since, and not in Valkey either
+    EVICTED = "evicted"  # was in host memory, evicted since, and no other tier has it
     CHEAPER = "cheaper-to-recompute"
     POOL_FULL = "pool-full"
     TIER_DOWN = "tier-down"

@@ -58,6 +58,18 @@ def _write_rate(node: NodeStatistics) -> list[Sample]:
     return [] if node.tier is None or node.write_rate is None else [((node.tier.name,), node.write_rate)]
 
 
+def _keepers_up(node: NodeStatistics) -> list[Sample]:
+    values = {"up": 1.0, "silent": 0.5}
+    keepers = () if node.keepers is None else node.keepers.keepers
+    return bounded({keeper.address: values.get(keeper.state, 0.0) for keeper in keepers})
+
+
+def _untold(node: NodeStatistics) -> float:
+    if node.keepers is None:
+        return 0
+    return node.keepers.dropped_parts + sum(keeper.dropped_parts for keeper in node.keepers.keepers)
+
+
 def _engines(node: NodeStatistics) -> list[Sample]:
     roles: dict[str, float] = {"scheduler": 0, "worker": 0}
     for engine in node.engines:
@@ -162,6 +174,32 @@ METRICS: tuple[Metric[NodeStatistics], ...] = (
         "Parts that two loads wanted and one fetch brought.",
         lambda node: node.counters.shared_fetches,
     ),
+    _by(
+        "tier",
+        "fetched_bytes",
+        "Bytes brought into the pool, by the tier that they lay in.",
+        lambda node: node.counters.fetched_bytes,
+    ),
+    _by(
+        "tier",
+        "staged_parts",
+        "Parts that keepers brought into Valkey for this node, by where they lay.",
+        lambda node: node.counters.staged_parts,
+    ),
+    _by(
+        "cause",
+        "stage_failures",
+        "Parts that they did not bring, by cause.",
+        lambda node: node.counters.stage_failed,
+    ),
+    Metric(
+        "kvferry_keeper_up",
+        Kind.GAUGE,
+        "1 up, 0.5 connected and silent, 0 down or refusing.",
+        ("keeper",),
+        _keepers_up,
+    ),
+    _counter("untold_parts", "Parts stored or used of which no keeper could be told.", _untold),
     _counter("committed_parts", "Parts that engines published.", lambda node: node.counters.committed_parts),
     _counter("committed_bytes", "Bytes that engines published.", lambda node: node.counters.committed_bytes),
     _by(
