@@ -186,6 +186,7 @@ class Droppers:
             namespace=b"" if self._prompt is not None else self._namespace,
             older_than_s=self._older_than_s,
             refs=() if self._prompt is None else self._prompt.all_refs(),
+            alone=self._args.tier == tier,
         )
         gone = [Gone(tier, "keepers", error=error) for error in self._fleet.errors]
         for name, dropped in answers.items():
@@ -222,6 +223,7 @@ class Droppers:
             scanner.drop(
                 namespace=self._namespace or None, older_than_s=self._older_than_s or None, done=done
             )
+            scanner.start()
             if not ended.wait(DROP_S):
                 raise RetryError(f"{url} was not looked through within {DROP_S:.0f} s; repeat the command")
         return Gone(VALKEY, str(url), said[0].parts, said[0].nbytes, _complaint(said[0].outcome.value))
