@@ -12,6 +12,7 @@ import pytest
 
 from kvferry.bench import tiers
 from kvferry.bench.tier_disk import DiskRow
+from kvferry.bench.tier_disk_upkeep import Upkeep
 from kvferry.bench.tier_objects import ObjectsRow
 from kvferry.bench.tier_protection import Protected
 from kvferry.config import NODE_SETTINGS
@@ -78,8 +79,12 @@ def test_the_disk_is_measured_beside_a_bare_loop(capsys: pytest.CaptureFixture[s
     assert tiers.main(parse(*small, "--json")) == 0
     report = json.loads(capsys.readouterr().out)
     assert [(row["operation"], row["part_mib"]) for row in report["disk"]] == [("read", 0.5), ("write", 0.5)]
-    text = tiers.render(tiers.Report(disk=[DiskRow(**row) for row in report["disk"]]))
+    upkeep = Upkeep(**report["disk_upkeep"])
+    assert upkeep.amplification["0"] == 1.0 <= max(upkeep.amplification.values()) <= 2.0
+    assert upkeep.indexed_parts == 1562
+    text = tiers.render(tiers.Report(disk=[DiskRow(**row) for row in report["disk"]], disk_upkeep=upkeep))
     assert "kvferry" in text
+    assert "1,562 parts of 2.5 MiB found again" in text
     assert text.count("0.5") >= 2
 
 

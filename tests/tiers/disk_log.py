@@ -101,8 +101,9 @@ class Disk:
         self.janitor._carry = carried  # type: ignore[method-assign]
 
     @classmethod
-    def empty(cls) -> "Disk":
-        return cls(MemoryFiles(), SegmentLog(segment_bytes=SEGMENT_BYTES, max_segments=SEGMENTS))
+    def empty(cls, max_parts: int = 100) -> "Disk":
+        log = SegmentLog(segment_bytes=SEGMENT_BYTES, max_segments=SEGMENTS, max_parts=max_parts)
+        return cls(MemoryFiles(), log)
 
     @classmethod
     def recovered(cls, files: MemoryFiles) -> "Disk":
@@ -134,7 +135,10 @@ class Disk:
                 self.janitor._do(step)
 
     def store(self, n: int) -> None:
-        while (place := self.log.reserve(REFS[n])) is Lack.NO_ROOM:
+        for _ in range(20):
+            place = self.log.reserve(REFS[n])
+            if place is not Lack.NO_ROOM:
+                break
             self.settle()
         if place is not Lack.PRESENT:
             assert not isinstance(place, Lack)

@@ -22,7 +22,7 @@ HOUR_S = 3600.0
 
 @pytest.fixture
 def store(tmp_path: Path) -> DiskStore:
-    return DiskStore(DiskSettings(tmp_path / "disk", 64 * MIB, segment_bytes=4 * MIB, stall_s=30.0))
+    return DiskStore(DiskSettings(tmp_path / "disk", 64 * MIB, segment_bytes=4 * MIB, stall_s=60.0))
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_a_drop_of_a_closed_tier_is_late(store: DiskStore) -> None:
 
 
 def test_a_drop_that_a_hung_disk_holds_up_ends_with_the_tier(store: DiskStore) -> None:
-    store.settings = DiskSettings(store.settings.directory, 64 * MIB, stall_s=0.2, close_s=0.5)
+    store.settings = DiskSettings(store.settings.directory, 64 * MIB, stall_s=60.0, close_s=0.5)
     tier = store.open()
     keep(tier, [named(ONE, 1), named(OTHER, 2)])
     ended: list[Dropped] = []

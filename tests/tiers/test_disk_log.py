@@ -41,10 +41,13 @@ KINDS = ["store", "store", "fetch", "remove", "fail_to_store", "have_no_room_for
 OPERATIONS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 11)), max_size=60)
 
 
-@given(OPERATIONS)
+@given(OPERATIONS, st.sampled_from([1, 2, 3, 5, 100]))
 @settings(deadline=None, max_examples=60)
-def test_a_part_is_found_with_its_own_bytes_or_not_at_all(operations: list[tuple[str, int]]) -> None:
-    disk, stored = Disk.empty(), set[int]()
+def test_a_part_is_found_with_its_own_bytes_or_not_at_all(
+    operations: list[tuple[str, int]], max_parts: int
+) -> None:
+    """And never more of them than allowed."""
+    disk, stored = Disk.empty(max_parts), set[int]()
     for what, n in operations:
         getattr(disk, what)(n)
         check(disk.log)

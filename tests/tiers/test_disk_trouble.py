@@ -37,7 +37,7 @@ JANITOR = "kvferry-disk-janitor"
 @pytest.fixture
 def store(tmp_path: Path) -> DiskStore:
     return DiskStore(
-        DiskSettings(tmp_path / "disk", 64 * MIB, segment_bytes=4 * MIB, stall_s=0.2, close_s=30.0)
+        DiskSettings(tmp_path / "disk", 64 * MIB, segment_bytes=4 * MIB, stall_s=60.0, close_s=60.0)
     )
 
 
@@ -76,7 +76,9 @@ def test_a_file_system_that_is_full_as_it_is_written_to_costs_nothing_that_is_th
 ) -> None:
     """However often it is tried: as with copy on write, or thin volumes."""
     assert stores(tier, range(60))
-    store.troubles.write = errno.ENOSPC
+    store.troubles.judge = lambda kind, number, offset, nbytes: (
+        errno.ENOSPC if kind == "write" and nbytes > BLOCK_BYTES else 0
+    )
     before = store.troubles.tried["write"]
     eventually(
         lambda: store_all(tier, parts(range(100, 104))) and store.troubles.tried["write"] > before + 40,
@@ -84,7 +86,7 @@ def test_a_file_system_that_is_full_as_it_is_written_to_costs_nothing_that_is_th
     )
     assert all(found_right(tier, ref, n) for n, ref in enumerate(names(range(60))))
     assert tier._books.counts.evicted_parts == 0
-    store.troubles.write = 0
+    store.troubles.judge = lambda kind, number, offset, nbytes: 0
     eventually(lambda: stores(tier, range(100, 104)), "room again")
     check(tier._books.log)
     tier.close()
@@ -207,9 +209,11 @@ def test_a_part_that_could_not_be_read_is_stored_again_elsewhere(store: DiskStor
 
 @pytest.mark.parametrize("kind", ["read", "write"])
 def test_a_disk_that_serves_its_trial_and_nothing_else_stays_in_quarantine(
-    store: DiskStore, tier: DiskTier, kind: str
+    store: DiskStore, kind: str
 ) -> None:
-    assert stores(tier, range(8))
+    store.settings = replace(store.settings, stall_s=0.2)
+    tier = store.open()
+    eventually(lambda: stores(tier, range(8)), "stores")
     calls = Results(6)
     with store.troubles.hang(kind):
         deadline = time.monotonic() + 1.0
@@ -220,14 +224,15 @@ def test_a_disk_that_serves_its_trial_and_nothing_else_stays_in_quarantine(
             new = [StoreItem(ref, data, ()) for ref, data in parts(range(20, 26))]
             tier.store(new, deadline=deadline, done=calls.done)
         eventually(tier._books.hangs, "all of them hang")
-        before = store.troubles.tried["try_out"]
+        before, opened = store.troubles.tried["try_out"], tier._books.breaker.opened
         eventually(lambda: store.troubles.tried["try_out"] > before + 3, "trials")
-        assert tier._books.breaker.opened == 1
+        assert tier._books.breaker.opened == opened
         assert tier.statistics().state == "down"
         assert probe_all(tier, names(range(1))) == [Outcome.REFUSED]
     calls.wait()
     eventually(lambda: tier.statistics().state == "up", "the end of its quarantine")
-    assert all(found_right(tier, ref, n) for n, ref in enumerate(names(range(8))))
+    eventually(lambda: all(found_right(tier, ref, n) for n, ref in enumerate(names(range(8)))), "its parts")
+    tier.close()
 
 
 def test_nothing_is_done_over_and_over_while_a_segment_that_leaves_is_read(
@@ -310,7 +315,7 @@ def test_there_are_never_more_parts_than_allowed(store: DiskStore, nbytes: int) 
 def test_a_large_load_is_not_cut_by_the_queues_bound(store: DiskStore, tier: DiskTier) -> None:
     """But another call is refused while it waits."""
     tier.close()
-    store.settings = replace(store.settings, queued_items=4, stall_s=30.0)
+    store.settings = replace(store.settings, queued_items=4)
     small = store.open()
     assert stores(small, range(40))
     items = [FetchItem(ref, empty_memory(ref.nbytes)) for ref in names(range(40))]

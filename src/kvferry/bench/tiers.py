@@ -22,6 +22,7 @@ from kvferry.bench.tier_checks import (
     shards_add_up,
 )
 from kvferry.bench.tier_disk import DiskRow, disk_lines, measure_disk
+from kvferry.bench.tier_disk_upkeep import Upkeep, measure_upkeep, upkeep_lines
 from kvferry.bench.tier_objects import ObjectsRow, measure_objects, objects_lines
 from kvferry.bench.tier_protection import Protected, measure_protection, protection_lines
 from kvferry.demo.processes import EXIT_INTERRUPTED, StoppedError, stop_on_signals
@@ -76,6 +77,7 @@ class Report:
     allocator_overhead: dict[str, float] = field(default_factory=dict)
     shards: dict[str, float] = field(default_factory=dict)
     disk: list[DiskRow] = field(default_factory=list)
+    disk_upkeep: Upkeep | None = None
     objects: list[ObjectsRow] = field(default_factory=list)
     not_measured: dict[str, str] = field(default_factory=dict)
 
@@ -167,6 +169,8 @@ def run(
         with _or_why(report, "disk"):
             progress("disk")
             report.disk = measure_disk(part_mib, rounds, sample_bytes)
+            progress("disk: what it writes beside, and a start")
+            report.disk_upkeep = measure_upkeep(sample_bytes)
     if "objects" in checks:
         with _or_why(report, "objects"):
             progress("objects")
@@ -275,6 +279,7 @@ def render(report: Report) -> str:
         lines += _transfer_lines(report.transfers)
     lines += protection_lines(report.protection)
     lines += disk_lines(report.disk, WANTED_RATIO)
+    lines += upkeep_lines(report.disk_upkeep)
     lines += objects_lines(report.objects, WANTED_OBJECTS_RATIO)
     if report.allocator_overhead:
         shares = ", ".join(f"{mib} MiB {share:.1%}" for mib, share in report.allocator_overhead.items())

@@ -214,8 +214,9 @@ class Books:
         self.writers.notify_all()  # one may wait for this very part
 
     def mark(self, removal: Removal) -> None:
-        """Write down what was removed. Under the lock."""
+        """Write down what was removed; there may be room for others now. Under the lock."""
         self.marks.add(removal)
+        self.writers.notify_all()
         self.janitor.notify()
         self.clock.notify()
 
@@ -228,6 +229,7 @@ class Books:
         """Its parts are gone. It is done when what they lay in is erased, and marked. Under the lock."""
         drop.erasing = self.log.leaving
         self.marks.add_drop(drop)
+        self.writers.notify_all()
         self.janitor.notify()
         self.clock.notify()
 

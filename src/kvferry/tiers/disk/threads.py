@@ -204,6 +204,7 @@ class Janitor:
         with books.lock:
             books.log.retired(number)
             books.marks.erased(number, generation)
+            books.writers.notify_all()
 
     def _write_first(self, number: int, block: bytes) -> None:
         """Raises OSError; before that, a segment where that happens again and again is given up."""
@@ -229,6 +230,7 @@ class Janitor:
         with self._books.lock:
             for gone in self._books.log.given_up(number):
                 self._books.marks.erased(*gone)
+            self._books.writers.notify_all()
 
     def _fill(self, number: int) -> None:
         """Where a write failed a mark takes its place, so that what follows it is found after a restart."""
