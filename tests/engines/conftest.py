@@ -1,14 +1,12 @@
 """Fixtures of engine tests."""
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.vllm_engines import ROOT, environment
+from tests.engines.vllm_engines import make_models
 from tests.patience import patient_engine, patient_node
 
 MODELS = ("llama", "onehead", "gemma", "gptoss", "llama4", "qwen3next", "granite", "deepseek")
@@ -31,11 +29,7 @@ def stack() -> Iterator[ExitStack]:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with small random models and two adapters."""
-    directory = tmp_path_factory.mktemp("models")
-    command = [sys.executable, "-m", "tests.engines.vllm_models", str(directory)]
-    command += [*MODELS, "adapter1", "adapter2"]
-    subprocess.run(command, check=True, cwd=ROOT, env=environment(), capture_output=True)
-    return directory
+    return make_models(tmp_path_factory.mktemp("models"), *MODELS, "adapter1", "adapter2")
 
 
 @pytest.fixture(scope="session")

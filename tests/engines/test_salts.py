@@ -1,13 +1,13 @@
 """Who refuses which ``cache_salt``: vLLM's API says so to the client, and what passes it can be used."""
 
 import json
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from tests.engines.vllm_engines import output
 from tests.identity.examples import chain
 
 from kvferry.errors import RefusedError
@@ -45,12 +45,11 @@ print(json.dumps([[ask(kind, body, salt) for salt in sys.argv[1:]] for kind, bod
 
 
 @pytest.mark.engine
-def test_vllm_refuses_a_malformed_salt_to_the_client_and_what_it_lets_pass_can_be_used() -> None:
+def test_vllm_refuses_a_malformed_salt_to_the_client_and_what_it_lets_pass_can_be_used(
+    tmp_path: Path,
+) -> None:
     asked = [*MALFORMED, *map(json.dumps, USABLE)]
-    done = subprocess.run(
-        [sys.executable, "-c", _ASK, *asked], check=True, capture_output=True, text=True, timeout=300
-    )
-    answers = json.loads(done.stdout.splitlines()[-1])
+    answers = json.loads(output(["-c", _ASK, *asked], tmp_path).splitlines()[-1])
     assert len(answers) == 2  # completions and chats
     for answered in answers:
         refused, passed = answered[: len(MALFORMED)], answered[len(MALFORMED) :]

@@ -5,8 +5,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.vllm_engines import ROOT, Engine, arguments, environment
+from tests.engines.preloaded import start_new
+from tests.engines.vllm_engines import Engine, arguments, make_models
 from tests.engines.vllm_models import VOCABULARY
 from tests.node.users import WAIT_S, User
 
@@ -75,9 +74,7 @@ def _member() -> Iterator[None]:
 
 
 def _options(place: Path, socket: Path, directory: Path) -> dict[str, Any]:
-    models = directory / "models"
-    command = [sys.executable, "-m", "tests.engines.vllm_models", str(models), "llama"]
-    subprocess.run(command, check=True, cwd=ROOT, env=environment(), capture_output=True)
+    models = make_models(directory, "llama")
     key = directory / "domain.key"
     key.touch(mode=0o600)
     key.write_text(f"{KEY.hex()}\n")
@@ -107,7 +104,7 @@ def test_an_engine_of_another_user_shares_and_its_log_shows_no_secret(place: Pat
     with _node(place) as socket:
         options = _options(place, socket, tmp_path)
         with _member():
-            engine = Engine("a", directory=tmp_path, cores="0", arguments=options)
+            engine = Engine("a", directory=tmp_path, cores="0", arguments=options, start=start_new)
         try:
             engine.ready()
             engine.generate(asked, salt=SALT)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.vllm_engines import Engine, NodeProcess
-from tests.engines.vllm_life import life_engine, make_models
+from tests.engines.vllm_engines import Engine, NodeProcess, make_models
+from tests.engines.vllm_life import MODELS, life_engine
 from tests.engines.vllm_requests import BLOCK, prompt, until_cached
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -20,7 +20,7 @@ DRAFTS = 2
 
 @pytest.fixture(scope="module")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_models(tmp_path_factory.mktemp("drafts"), "draft", "eagle", "mtp")
+    return make_models(tmp_path_factory.mktemp("drafts"), "draft", "eagle", "mtp", module=MODELS)
 
 
 @pytest.fixture(scope="module")

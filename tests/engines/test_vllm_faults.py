@@ -1,13 +1,11 @@
 """Real engines while a part of the fleet breaks: right answers, failures with names, reuse that returns."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
 from tests.engines.fault_rig import CHUNK_BYTES, CHUNKS, WAIT_S, Fault, Rig
-from tests.engines.vllm_engines import ROOT, environment
+from tests.engines.vllm_engines import make_models
 
 from kvferry.testing.faults import Corrupt
 from kvferry.testing.proxy import Proxy
@@ -18,9 +16,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
 @pytest.fixture(scope="module")
 def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    models, directory = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("rig")
-    command = [sys.executable, "-m", "tests.engines.vllm_models", str(models), "heavy"]
-    subprocess.run(command, check=True, cwd=ROOT, env=environment(), capture_output=True)
+    models = make_models(tmp_path_factory.mktemp("models"), "heavy")
+    directory = tmp_path_factory.mktemp("rig")
     with ExitStack() as stack:
         yield Rig(directory, models / "heavy", stack)
 

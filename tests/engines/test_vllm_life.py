@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.vllm_engines import Engine, NodeProcess
-from tests.engines.vllm_life import life_engine, make_models, until_stored
+from tests.engines.vllm_engines import Engine, NodeProcess, make_models
+from tests.engines.vllm_life import MODELS, life_engine, until_stored
 from tests.engines.vllm_models import HIDDEN
 from tests.engines.vllm_requests import prompt, until_cached
 
@@ -37,7 +37,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model with other weights."""
-    return make_models(tmp_path_factory.mktemp("life"), "other_llama") / "other_llama"
+    return make_models(tmp_path_factory.mktemp("life"), "other_llama", module=MODELS) / "other_llama"
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.engines.vllm_engines import Engine, NodeProcess
-from tests.engines.vllm_life import life_engine, make_models
+from tests.engines.vllm_engines import Engine, NodeProcess, make_models
+from tests.engines.vllm_life import MODELS, life_engine
 from tests.engines.vllm_requests import BLOCK, REUSE_S, prompt, until_cached
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -31,7 +31,7 @@ def engine(node: NodeProcess, tmp_path_factory: pytest.TempPathFactory) -> Itera
     directory = tmp_path_factory.mktemp("listener")
     started = life_engine(
         "listener",
-        make_models(directory, "listener") / "listener",
+        make_models(directory, "listener", module=MODELS) / "listener",
         node,
         directory,
         skip_tokenizer_init=False,

@@ -1,6 +1,8 @@
 """Starts real engines as processes of their own and talks to them."""
 
+import atexit
 import contextlib
+import functools
 import json
 import mmap
 import os
@@ -11,9 +13,11 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.engines.preloaded import Piped, Preloaded
 from tests.engines.vllm_driver import MARK
 
 from kvferry.testing.processes import NodeProgram
@@ -39,12 +43,49 @@ def environment(**more: str) -> dict[str, str]:
     }
 
 
+@functools.cache
+def _preloaded() -> Preloaded:
+    made = Preloaded(environment(), ROOT)
+    atexit.register(made.close)
+    return made
+
+
+def start_copy(
+    arguments: Sequence[str], *, errors: int, environment: Mapping[str, str], directory: Path
+) -> Piped:
+    """What ``python ARGUMENTS`` would start, but that torch and vLLM are imported already."""
+    return _preloaded().start(arguments, errors=errors, environment=environment, directory=directory)
+
+
+def output(arguments: Sequence[str], directory: Path) -> str:
+    """Of a copy that runs to its end without an error. directory: for what it says besides."""
+    errors = directory / "errors.log"
+    with errors.open("ab") as sink:
+        copy, stdin, stdout = start_copy(
+            arguments, errors=sink.fileno(), environment=environment(), directory=ROOT
+        )
+    stdin.close()
+    with stdout:
+        told = stdout.read().decode()
+    assert copy.wait() == 0, f"{told}\n{errors.read_text()}"
+    return told
+
+
+def make_models(directory: Path, *names: str, module: str = "tests.engines.vllm_models") -> Path:
+    """Of that module, in folders of their names."""
+    output(["-m", module, str(directory), *names], directory)
+    return directory
+
+
 class EngineError(Exception):
     """vLLM refused a call; the engine lives."""
 
 
 class Engine:
-    """One engine process. ``ready`` waits for it, so that several can start side by side."""
+    """One engine process. ``ready`` waits for it, so that several can start side by side.
+
+    start: ``start_new`` for one whose processes are to be as a user's are.
+    """
 
     def __init__(
         self,
@@ -54,17 +95,15 @@ class Engine:
         cores: str,
         arguments: dict[str, Any],
         driver: str = "tests.engines.vllm_driver",
+        start: Callable[..., Piped] = start_copy,
     ) -> None:
         self.log = directory / f"{name}.log"
         self._sink = self.log.open("ab")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", driver, json.dumps(arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._sink,
-            cwd=ROOT,
-            env=environment(VLLM_CPU_OMP_THREADS_BIND=cores),
-            start_new_session=True,
+        self._process, self._stdin, self._stdout = start(
+            ["-m", driver, json.dumps(arguments)],
+            errors=self._sink.fileno(),
+            environment=environment(VLLM_CPU_OMP_THREADS_BIND=cores),
+            directory=ROOT,
         )
         self._buffer = b""
 
@@ -80,9 +119,8 @@ class Engine:
 
     def begin(self, verb: str, **options: Any) -> None:
         """The first half of a call: what breaks meanwhile breaks during it."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": verb, **options}).encode() + b"\n")
-        self._process.stdin.flush()
+        self._stdin.write(json.dumps({"do": verb, **options}).encode() + b"\n")
+        self._stdin.flush()
 
     def end(self) -> Any:
         """The second half: wait for the answer."""
@@ -93,8 +131,7 @@ class Engine:
 
     def answered(self) -> bool:
         """Whether ``end`` would return at once."""
-        assert self._process.stdout is not None
-        descriptor = self._process.stdout.fileno()
+        descriptor = self._stdout.fileno()
         while select.select([descriptor], [], [], 0)[0]:
             more = os.read(descriptor, 1 << 16)
             assert more, f"the engine ended; {self.log}:\n{self.text()[-3000:]}"
@@ -122,9 +159,8 @@ class Engine:
         return self.log.read_text(errors="replace")
 
     def _answer(self, timeout_s: float) -> Any:
-        assert self._process.stdout is not None
         give_up = time.monotonic() + timeout_s
-        descriptor = self._process.stdout.fileno()
+        descriptor = self._stdout.fileno()
         while True:
             while b"\n" in self._buffer:
                 line, _, self._buffer = self._buffer.partition(b"\n")
@@ -146,16 +182,14 @@ class Engine:
 
     def close(self) -> None:
         """End it and everything it started."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
+        with contextlib.suppress(OSError):
+            self._stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self._stdout.close()
         self._sink.close()
 
 

@@ -1,21 +1,13 @@
 """What the tests of an engine's life share: small models, an engine with more verbs, and stored chunks."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from tests.engines.vllm_engines import ROOT, Engine, NodeProcess, arguments, environment
+from tests.engines.vllm_engines import Engine, NodeProcess, arguments
 from tests.engines.vllm_requests import REUSE_S
 
 DRIVER = "tests.engines.vllm_life_driver"
-
-
-def make_models(directory: Path, *names: str) -> Path:
-    """Of ``vllm_life_models``, in a process of its own."""
-    command = [sys.executable, "-m", "tests.engines.vllm_life_models", str(directory), *names]
-    subprocess.run(command, check=True, cwd=ROOT, env=environment(), capture_output=True)
-    return directory
+MODELS = "tests.engines.vllm_life_models"
 
 
 def life_engine(name: str, model: Path, node: NodeProcess, directory: Path, **more: Any) -> Engine:
