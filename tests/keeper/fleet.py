@@ -78,8 +78,10 @@ class FakeKeeping:
         namespace: bytes | None,
         older_than_s: float | None,
         parts: Sequence[PartRef] | None,
+        alone: bool,
         done: Callable[[Dropped], None],
     ) -> None:
+        del alone
         if parts is not None:
             self.told.append(("drop", (tier, list(parts))))
             done(Dropped(len(parts), sum(ref.nbytes for ref in parts)))

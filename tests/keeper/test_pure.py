@@ -403,3 +403,11 @@ def test_a_drop_covers_its_namespace_until_shortly_after_its_end() -> None:
     assert drops.among([mine, theirs]) == frozenset()
     drops.begin(None)
     assert drops.among([mine, theirs]) == {mine, theirs}
+
+
+def test_what_one_tier_alone_lost_may_come_back_at_once() -> None:
+    now = [100.0]
+    drops = Drops(lambda: now[0])
+    drops.begin(None)
+    drops.end(None, grace_s=0.0)
+    assert drops.among(REFS) == frozenset()

@@ -111,12 +111,18 @@ class KeeperAdmin:
         namespace: bytes = b"",
         older_than_s: float = 0.0,
         parts: Parts | None = None,
+        alone: bool = False,
     ) -> Dropped:
         """Forget what one of its tiers holds; see ``wire.Drop``."""
         self._tickets += 1
         answer = self._document(
             Drop(
-                ticket=self._tickets, tier=tier, namespace=namespace, older_than_s=older_than_s, parts=parts
+                ticket=self._tickets,
+                tier=tier,
+                namespace=namespace,
+                older_than_s=older_than_s,
+                parts=parts,
+                alone=alone,
             ),
             DROP_S,
         )
@@ -282,15 +288,16 @@ class Fleet:
         namespace: bytes = b"",
         older_than_s: float = 0.0,
         refs: Sequence[PartRef] = (),
+        alone: bool = False,
     ) -> dict[str, Dropped | KvferryError]:
         """By keeper. All are asked: what was another's share once may still be with any of them.
 
-        refs: these alone.
+        refs: these only. alone: see ``wire.Drop``.
         """
 
         def one(keeper: KeeperAdmin) -> Dropped:
             if not refs:
-                return keeper.drop(tier, namespace=namespace, older_than_s=older_than_s)
+                return keeper.drop(tier, namespace=namespace, older_than_s=older_than_s, alone=alone)
             gone = [keeper.drop(tier, parts=parts) for parts in Parts.of(refs)]
             bad = [each.outcome for each in gone if each.outcome is not Outcome.OK]
             return Dropped(

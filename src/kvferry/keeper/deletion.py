@@ -35,14 +35,15 @@ class Drops:
         with self._lock:
             self._running[namespace] += 1
 
-    def end(self, namespace: bytes | None) -> None:
-        """It is done."""
+    def end(self, namespace: bytes | None, *, grace_s: float = GRACE_S) -> None:
+        """It is done. grace_s: for so long more it counts as running."""
         now = self._clock()
         with self._lock:
             self._running[namespace] -= 1
             self._running = +self._running
             self._until = {space: until for space, until in self._until.items() if until > now}
-            self._until[namespace] = now + GRACE_S
+            if grace_s:
+                self._until[namespace] = now + grace_s
 
     def among(self, refs: Sequence[PartRef]) -> frozenset[PartRef]:
         """Those that are being deleted, and must not come back now."""
@@ -95,9 +96,10 @@ class Deletion:
         *,
         namespace: bytes | None,
         older_than_s: float | None,
+        alone: bool = False,
         done: Callable[[Dropped], None],
     ) -> None:
-        """All of a tier, of a namespace, or what is old. Raises RefusedError as above."""
+        """All of a tier, of a namespace, or what is old. RefusedError as above; alone: ``wire.Drop``."""
         target = self._droppable(tier)
         whole = older_than_s is None
         if whole:
@@ -105,7 +107,7 @@ class Deletion:
 
         def ended(dropped: Dropped) -> None:
             if whole:
-                self._drops.end(namespace)
+                self._drops.end(namespace, grace_s=0.0 if alone else GRACE_S)
             done(dropped)
 
         def begin() -> None:

@@ -179,17 +179,18 @@ class Keeper:
         namespace: bytes | None,
         older_than_s: float | None,
         parts: Sequence[PartRef] | None = None,
+        alone: bool = False,
         done: Callable[[Dropped], None],
     ) -> None:
         """Forget what ``valkey``, ``disk`` or ``objects`` hold: all, a namespace, old parts, or named ones.
 
-        Raises RefusedError for a tier that this keeper does not have.
+        alone: see ``wire.Drop``. Raises RefusedError for a tier that this keeper does not have.
         """
         if parts is not None:
             self._deletion.drop_parts(tier, parts, done)
             return
-        self._deletion.drop(tier, namespace=namespace, older_than_s=older_than_s, done=done)
-        if older_than_s is None:
+        self._deletion.drop(tier, namespace=namespace, older_than_s=older_than_s, alone=alone, done=done)
+        if older_than_s is None and not alone:
             with self._lock:
                 self._reuse.forget_namespace(namespace)
 

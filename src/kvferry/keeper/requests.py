@@ -81,9 +81,10 @@ class Keeping(Protocol):
         namespace: bytes | None,
         older_than_s: float | None,
         parts: Sequence[PartRef] | None,
+        alone: bool,
         done: Callable[[Dropped], None],
     ) -> None:
-        """Forget what a tier holds; parts: these alone. Raises RefusedError for a tier that there is not."""
+        """Forget what a tier holds; see ``wire.Drop``. Raises RefusedError for a tier that there is not."""
 
     def most_reused(self, *, within_s: float, max_bytes: int, namespace: bytes | None) -> Sequence[PartRef]:
         """Most reused first."""
@@ -277,6 +278,7 @@ class Requests:
                 namespace=message.namespace or None,
                 older_than_s=message.older_than_s or None,
                 parts=message.parts.refs() if message.parts is not None else None,
+                alone=message.alone,
                 done=done,
             )
         except RefusedError as error:

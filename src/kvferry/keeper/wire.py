@@ -229,6 +229,8 @@ class Drop(Message, frozen=True):
 
     older_than_s: only what was neither stored nor used since; 0: whatever its age.
     parts: of these only; no age or namespace with them.
+    alone: the other tiers keep theirs, and it may come back from there. Else nothing is copied from one tier
+    to another until shortly after, so that a drop of all tiers, one after another, leaves nothing.
     """
 
     ticket: Count
@@ -236,6 +238,7 @@ class Drop(Message, frozen=True):
     namespace: Annotated[bytes, Meta(max_length=NAMESPACE_BYTES)] = b""
     older_than_s: Age = 0.0
     parts: Parts | None = None
+    alone: bool = False
 
 
 class MostReused(Message, frozen=True):
