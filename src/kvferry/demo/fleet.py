@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -18,6 +19,10 @@ from kvferry.demo.ports import free_port, listens
 from kvferry.demo.processes import Child, Children, StoppedError, wait_until
 from kvferry.demo.storage import Storage, StorageSettings
 from kvferry.errors import MisconfiguredError, RetryError
+from kvferry.tiers.valkey.connection import Connection
+from kvferry.tiers.valkey.settings import ValkeySettings
+from kvferry.tiers.valkey.stream import Until
+from kvferry.tiers.valkey.url import ValkeyUrl, parse_url
 
 SERVED_NAME = "demo"
 ENGINE_READY_S = 240.0
@@ -182,6 +187,19 @@ class Fleet:
         if self._valkey is None:
             raise MisconfiguredError("this step needs a Valkey that the demo started itself; omit --valkey")
         return self._valkey
+
+    def valkey_evictions(self) -> int:
+        """Values that a full Valkey gave up since its start."""
+        deadline = time.monotonic() + VALKEY_READY_S
+        address = parse_url(self.valkey_url).seeds[0]
+        settings = ValkeySettings(ValkeyUrl((address,)))
+        connection = Connection.open(address, settings, tls=None, deadline=deadline)
+        try:
+            answer = connection.request(b"INFO", b"stats", patience=Until(deadline))
+        finally:
+            connection.close()
+        found = re.search(rb"evicted_keys:(\d+)", answer if isinstance(answer, bytes) else b"")
+        return int(found[1]) if found else 0
 
     def kill_valkey(self) -> None:
         """SIGKILL; what it held is gone."""

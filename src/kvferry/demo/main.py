@@ -16,10 +16,13 @@ from kvferry.demo.model import demo_model
 from kvferry.demo.processes import EXIT_INTERRUPTED, StoppedError, stop_on_signals
 from kvferry.demo.scenario import Scenario, model_label
 from kvferry.demo.steps import Step
+from kvferry.demo.storage import StorageSettings
 from kvferry.errors import MisconfiguredError
 
 EXIT_FAILED = 1
 EXIT_CHECKED = 3
+POOL_BYTES = 320 << 20  # RAM that the demo's documents overflow
+VALKEY_MEMORY = "400mb"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +58,12 @@ def main(args: argparse.Namespace) -> int:
     with stop_on_signals():
         try:
             settings = FleetSettings(
-                model=demo_model(chosen=args.model, say=say), replicas=replicas, valkey_url=args.valkey
+                model=demo_model(chosen=args.model, say=say),
+                replicas=replicas,
+                pool_bytes=POOL_BYTES,
+                valkey_url=args.valkey,
+                valkey_memory=VALKEY_MEMORY,
+                storage=StorageSettings(),
             )
             with Fleet(settings, say=say) as fleet:
                 fleet.start()

@@ -49,15 +49,15 @@ class Outages:
         scenario.say(f"node killed (-9) with {seen} in flight; B recomputes ...")
         answered = asking.reply()
         # vLLM's usage counts a load when it is admitted; the connector counts what really arrived.
-        reply = replace(answered, cached_tokens=int(self._loaded_tokens() - before))
+        reply = replace(answered, cached_tokens=int(loaded_tokens(scenario) - before))
         step = scenario.step(
             "node-killed",
             "B, node killed (-9) during the load",
             "B",
             reply,
             allowed=(Source.COMPUTED, Source.VALKEY),
-            limit_s=self._limit_s(),
-            answer=self._like_cold(reply),
+            limit_s=recompute_limit_s(scenario),
+            answer=like_cold(scenario, reply),
             note=f"killed with {seen} in flight",
         )
         return replace(step, source=Source.VALKEY) if reply.cached_tokens else step
@@ -80,22 +80,9 @@ class Outages:
             "B",
             reply,
             allowed=(Source.COMPUTED,),
-            limit_s=self._limit_s(),
-            answer=self._like_cold(reply),
+            limit_s=recompute_limit_s(scenario),
+            answer=like_cold(scenario, reply),
         )
-
-    def _loaded_tokens(self) -> float:
-        """Prompt tokens that B loaded instead of computing, since its start, by its connector's count."""
-        return counter_of(self._scenario.replica("B").metrics(), "vllm:kvferry_loaded_tokens")
-
-    def _limit_s(self) -> float:
-        return NOISE * self._scenario.facts.cold.ttft_s + EXTRA_S
-
-    def _like_cold(self, reply: Reply) -> AnswerCheck | None:
-        """Only a recompute from the first token splits the prompt as the cold run did."""
-        if reply.cached_tokens:
-            return None
-        return check_answer(reply, self._scenario.facts.cold, against="the cold answer")
 
     def _caught_loading(self) -> tuple[Asking, str, float]:
         """A question whose load is in flight now, how much of it, and B's loaded tokens before.
@@ -107,7 +94,7 @@ class Outages:
             scenario.fleet.node_view.wait_written_back()
             self._fleet.node_view.drop_memory()
             forget_everything(scenario.replica("B"))
-            before = self._loaded_tokens()
+            before = loaded_tokens(scenario)
             with self._fleet.node_view.watching() as status:
                 asking = Asking(scenario.replica("B"), scenario.question(0, "killed"))
                 while not asking.done:
@@ -138,3 +125,20 @@ class Outages:
             timeout_s=TIER_BACK_WITHIN_S,
         )
         self._scenario.say(f"Valkey goes on (SIGCONT); the node uses it again after {took:.1f} s")
+
+
+def loaded_tokens(scenario: "Scenario") -> float:
+    """Prompt tokens that B loaded instead of computing, since its start, by its connector's count."""
+    return counter_of(scenario.replica("B").metrics(), "vllm:kvferry_loaded_tokens")
+
+
+def recompute_limit_s(scenario: "Scenario") -> float:
+    """The longest that an answer may take when something broke."""
+    return NOISE * scenario.facts.cold.ttft_s + EXTRA_S
+
+
+def like_cold(scenario: "Scenario", reply: Reply) -> AnswerCheck | None:
+    """Only a recompute from the first token splits the prompt as the cold run did."""
+    if reply.cached_tokens:
+        return None
+    return check_answer(reply, scenario.facts.cold, against="the cold answer")

@@ -19,6 +19,7 @@ QUESTIONS = (
     "Which berth was closed for repairs, and why?",
     "List the cargo of the last vessel in the log.",
     "When did the lighthouse lamp fail, and who mended it?",
+    "Whose dues were forgiven, and what had come with them?",
 )
 _SEED = 20
 _VESSELS = ("Aurora", "Bellwether", "Cormorant", "Dunlin", "Esperance", "Fulmar", "Guillemot", "Halcyon")
@@ -72,12 +73,13 @@ def shared_tokens(prompts: Sequence[Sequence[int]]) -> int:
 class PromptSet:
     """prompts: one per question. shared: tokens they have in common; just past a block's end.
 
-    boundary: the last block's end within ``shared``: what a perfect cache can reuse.
+    boundary: the last block's end within ``shared``: what a perfect cache can reuse. entries: the document's.
     """
 
     prompts: tuple[tuple[int, ...], ...]
     shared: int
     boundary: int
+    entries: int = 1
 
 
 def prompt_set(tokenize: Tokenize, *, target_tokens: int, block_tokens: int, max_tokens: int) -> PromptSet:
@@ -104,7 +106,7 @@ def prompt_set(tokenize: Tokenize, *, target_tokens: int, block_tokens: int, max
         past = shared % block_tokens
         room = longest - shared + max_tokens + past <= block_tokens
         if past <= _SLACK and room:
-            return PromptSet(prompts, shared, shared - past)
+            return PromptSet(prompts, shared, shared - past, entries)
         filler += block_tokens - past + 2 if past > _SLACK else 1
     raise MisconfiguredError(
         f"could not fit questions into blocks of {block_tokens} tokens with this model's tokenizer; "

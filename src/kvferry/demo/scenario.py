@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvferry.demo.ask import Question, Replica, Reply
+from kvferry.demo.depth import Depth
 from kvferry.demo.engineview import block_tokens_of
 from kvferry.demo.fleet import Fleet
 from kvferry.demo.outages import Outages
@@ -18,7 +19,7 @@ from kvferry.errors import KvferryError
 TARGET_TOKENS = 6000
 MAX_TOKENS = 16
 WARM_UP_SEED = 1
-REFERENCES = range(2, 7)  # questions of the steps that load
+REFERENCES = range(2, 10)  # questions of the steps that load
 OWN_HIT = "an own hit"
 COLD = "the cold answer"
 
@@ -69,9 +70,12 @@ class Scenario:
         yield self.cold()
         yield self.own_hit()
         yield from self.never_saw_it()
+        depth = Depth(self)
+        depth.drained()
         yield self.valkey_only("valkey", "B, memory tier dropped and own cache reset", question=3)
         yield from self.restarted()
         yield from Outages(self).run()
+        yield from depth.run()
 
     def cold(self) -> Step:
         """A computes the prefix; afterwards it is saved in the background."""

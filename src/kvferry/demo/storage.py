@@ -1,7 +1,8 @@
 """What lies behind a fleet's Valkey: an S3 server, and a keeper with a disk and a bucket."""
 
+import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,6 +160,16 @@ class Storage:
             return min(held) >= parts and not any(status[line]["parts"] for line in ("keep", "flush"))
 
         return wait_until(kept, what=f"{parts} parts on disk and in the bucket", timeout_s=timeout_s)
+
+    def copied_parts(self) -> int:
+        """To the disk, since the keeper's start."""
+        return int(self.status()["keep"]["copied_parts"])
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[Callable[[], dict[str, Any]]]:
+        """A status query over one connection that stays open: for polling closely."""
+        with KeeperAdmin(self.address, access=KeeperAccess()) as admin:
+            yield lambda: admin.status()["keeper"]
 
     def backlog(self) -> Backlog:
         """What waits for the bucket now."""
