@@ -11,8 +11,8 @@ start method "spawn" is a copy of the same process.
 
 A copy differs from a new interpreter in this: what torch and vLLM do at import happened once for all copies,
 all have one seed of ``hash()``, OpenMP has one thread, and modules are not taken apart at the end. kvferry is
-imported after the fork. ``start_new`` is for tests to which this matters; the soak and the server with two
-data-parallel ranks start their engines as a user does, too.
+imported after the fork. ``start_new`` is for tests to which this matters; the soak starts its servers as a
+user does, too.
 """
 
 import atexit
@@ -45,6 +45,7 @@ MODULES = (
     "torch",
     "transformers.modeling_layers",
     "vllm.entrypoints.llm",
+    "vllm.entrypoints.openai.api_server",
     "vllm.model_executor.models.llama",
     "vllm.v1.engine.core",
     "vllm.v1.executor.multiproc_executor",
@@ -134,20 +135,32 @@ class Preloaded:
     def start(
         self, arguments: Sequence[str], *, errors: int, environment: Mapping[str, str], directory: Path
     ) -> Piped:
-        """A copy. errors: the descriptor that it writes standard error to."""
+        """A copy with pipes. errors: the descriptor that it writes standard error to."""
+        its_input, our_output = os.pipe()
+        our_input, its_output = os.pipe()
+        try:
+            streams = (its_input, its_output, errors)
+            copy = self.copy(arguments, streams=streams, environment=environment, directory=directory)
+        finally:
+            os.close(its_input)
+            os.close(its_output)
+        return Piped(copy, open(our_output, "wb"), open(our_input, "rb"))
+
+    def copy(
+        self,
+        arguments: Sequence[str],
+        *,
+        streams: Sequence[int],
+        environment: Mapping[str, str],
+        directory: Path,
+    ) -> Copy:
+        """A copy that leads a group of its own. streams: its standard input, output and error."""
         if not self._is_ready:
             assert self._process.stdout is not None
             assert self._process.stdout.readline(), "torch and vLLM could not be imported"
             self._is_ready = True
         request = Request(list(arguments), dict(environment), str(directory), list(STREAMS))
-        its_input, our_output = os.pipe()
-        our_input, its_output = os.pipe()
-        try:
-            copy = Copy(self._address, request, (its_input, its_output, errors))
-        finally:
-            os.close(its_input)
-            os.close(its_output)
-        return Piped(copy, open(our_output, "wb"), open(our_input, "rb"))
+        return Copy(self._address, request, streams)
 
     def close(self) -> None:
         """End it."""

@@ -256,19 +256,18 @@ class Server:
         self._sink = self.log.open("ab")
         self._port = _free_port()
         config = arguments(model, socket)["kv_transfer_config"]
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--served-model-name", "m", "--skip-tokenizer-init", "--dtype", "bfloat16"]
         command += ["--host", "127.0.0.1", "--port", str(self._port), "--data-parallel-size", "2"]
         command += ["--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"]
         command += ["--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(config)]
-        self._process = subprocess.Popen(
-            command,
-            stdout=self._sink,
-            stderr=self._sink,
-            cwd=ROOT,
-            env=environment(VLLM_CPU_OMP_THREADS_BIND=cores),
-            start_new_session=True,
-        )
+        with open(os.devnull) as nothing:
+            self._process = _preloaded().copy(
+                command,
+                streams=(nothing.fileno(), self._sink.fileno(), self._sink.fileno()),
+                environment=environment(VLLM_CPU_OMP_THREADS_BIND=cores),
+                directory=ROOT,
+            )
 
     def ready(self) -> "Server":
         """Wait until it answers /health."""
@@ -295,7 +294,8 @@ class Server:
 
     def close(self) -> None:
         """End it and everything it started."""
-        self._process.send_signal(signal.SIGTERM)
+        if self._process.poll() is None:
+            os.kill(self._process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)
         with contextlib.suppress(ProcessLookupError):
