@@ -172,12 +172,13 @@ class Keepers:
 
         This, ``used`` and ``remove`` are told at most once; what a keeper that is down misses is counted.
         """
+        before, again = tuple(positions), bytes(map(bool, likely))
         self._tell(
             refs,
             lambda parts, places: Stored(
                 parts=parts,
-                positions=tuple(positions[at] for at in places),
-                likely=bytes(bool(likely[at]) for at in places),
+                positions=tuple(before[at] for at in places),
+                likely=bytes(again[at] for at in places),
             ),
         )
 
