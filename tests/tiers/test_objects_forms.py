@@ -301,8 +301,8 @@ class CatalogueLife(RuleBasedStateMachine):
     def forget(self, number: int) -> None:
         ident = bytes([number]) * 16
         assert (self.catalogue.forget(ident) is not None) == (ident in self.packs)
-        self.packs.pop(ident, None)
-        self.gone.pop(ident, None)
+        if self.packs.pop(ident, None) is not None:
+            self.gone.pop(ident, None)
 
     @rule(part=st.integers(0, 5))
     def remove(self, part: int) -> None:

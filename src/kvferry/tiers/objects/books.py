@@ -72,7 +72,7 @@ class Books:
         self.counts = Counts()
         self.reading: set[Item] = set()
         self.writing: dict[Item, None] = {}  # the oldest first
-        self.inflight_bytes = 0
+        self.writing_bytes = self.inflight_bytes = 0
         self.writes_refused_until = 0.0
         self.closed = False
         self.last_error = ""
@@ -98,6 +98,7 @@ class Books:
             return False
         if item.write:
             self.writing[item] = None
+            self.writing_bytes += item.ref.nbytes
         else:
             self.reading.add(item)
         item.operation.items.add(item)
@@ -109,7 +110,7 @@ class Books:
         with self.lock:
             oldest = next(iter(self.writing), None)
             waited = time.monotonic() - oldest.began if oldest is not None else 0.0
-            return Backlog(len(self.writing), sum(item.ref.nbytes for item in self.writing), waited)
+            return Backlog(len(self.writing), self.writing_bytes, waited)
 
     # -- ends ------------------------------------------------------------------------------------------
 
@@ -144,7 +145,9 @@ class Books:
             return None
         item.state = State.ENDED
         self.inflight_bytes -= item.ref.nbytes
-        self.writing.pop(item, None)
+        if item in self.writing:
+            del self.writing[item]
+            self.writing_bytes -= item.ref.nbytes
         self.reading.discard(item)
         item.operation.items.discard(item)
         if outcome is Outcome.OK:

@@ -30,19 +30,20 @@ class Span(NamedTuple):
 def spans(wanted: Iterable[Wanted]) -> list[Span]:
     """Neighbours of a pack together; in the order of the first of each that the caller wants."""
     groups: list[list[Wanted]] = []
+    end = 0  # of the last group
     for record in sorted(wanted):
-        last = groups[-1] if groups else []
-        if last and _joins(last, record):
-            last.append(record)
+        record_end = record.offset + record.nbytes
+        if groups and _joins(groups[-1][0], end, record):
+            groups[-1].append(record)
+            end = max(end, record_end)
         else:
             groups.append([record])
+            end = record_end
     found = [_span(group) for group in groups]
     return sorted(found, key=lambda span: min(record.index for record in span.wanted))
 
 
-def _joins(group: list[Wanted], record: Wanted) -> bool:
-    first, last = group[0], max(group, key=lambda wanted: wanted.offset + wanted.nbytes)
-    end = last.offset + last.nbytes
+def _joins(first: Wanted, end: int, record: Wanted) -> bool:
     return (
         record.pack == first.pack
         and record.offset - end <= GAP_BYTES
