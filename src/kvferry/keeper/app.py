@@ -69,7 +69,7 @@ class KeeperProcess:
             key_ids=settings.key_ids,
         )
         with contextlib.ExitStack() as undo:
-            self._keeper = _keeper(settings, limits or Limits(buffer_bytes=settings.buffer_bytes), undo)
+            self._keeper = _keeper(settings, limits or Limits(buffer_bytes=settings.buffer_bytes))
             undo.callback(self._keeper.close)
             self._server = Server(
                 settings.listen, keeping=self._keeper, admission=admission, status=self._document
@@ -112,7 +112,7 @@ class KeeperProcess:
         return msgspec.json.encode(self.statistics())
 
 
-def _keeper(settings: KeeperSettings, limits: Limits, undo: contextlib.ExitStack) -> Keeper:
+def _keeper(settings: KeeperSettings, limits: Limits) -> Keeper:
     """Over its tiers, which are open, and the keeper's own once it is made."""
     from kvferry.tiers.valkey.protection import AsStored, Checksums
     from kvferry.tiers.valkey.settings import ValkeySettings
