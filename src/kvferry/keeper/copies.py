@@ -42,6 +42,7 @@ class Copies:
         self._buffers = buffers
         self._limits = limits
         self._timer: Timer | None = None
+        self._wakes_at = 0.0
         self._closed = False
         self._keep_line = self._line(limits.copy_share)
         self._flush_line = self._line(1.0)
@@ -50,7 +51,8 @@ class Copies:
 
     def _line(self, share: float) -> Line:
         backlog = Backlog(max_parts=self._limits.backlog_parts, max_bytes=self._limits.backlog_bytes)
-        return Line(backlog, batch=self._limits.copy_batch, share=share, pause_s=self._limits.retry_s)
+        limits = self._limits
+        return Line(backlog, batch_bytes=limits.copy_bytes, share=share, pause_s=limits.retry_s)
 
     @property
     def running(self) -> int:
@@ -159,9 +161,11 @@ class Copies:
     def _sleep(self) -> None:
         now = self._loop.clock()
         times = [due for line in self._lines if (due := line.due_at(now)) is not None]
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.at(min(times), _nothing) if times else None
+        if times and not now < self._wakes_at <= min(times):
+            if self._timer is not None:
+                self._timer.cancel()
+            self._wakes_at = min(times)
+            self._timer = self._loop.at(self._wakes_at, _nothing)
 
     # ---- to the disk
 

@@ -17,6 +17,8 @@ from kvferry.keeper.backlog import Backlog, Wanted
 
 MAX_TRIES = 5
 MIN_PAUSE_S = 0.1
+MAX_BATCH_PARTS = 64
+WAITED_FOR_DIVISOR = 4
 MAX_REST_S = 5.0
 
 
@@ -49,14 +51,14 @@ class LineCounts:
 class Line:
     """The copies to one place.
 
-    batch: parts read at a time; one while requests wait. share: of the time spent reading, at most.
-    pause_s: longest between two attempts while everything fails.
+    batch_bytes: read at a time, but always a part; a quarter of that while requests wait. share: of the time
+    spent reading, at most. pause_s: longest between two attempts while everything fails.
     """
 
-    def __init__(self, backlog: Backlog, *, batch: int, share: float, pause_s: float) -> None:
+    def __init__(self, backlog: Backlog, *, batch_bytes: int, share: float, pause_s: float) -> None:
         self.counts = LineCounts()
         self._backlog = backlog
-        self._batch = batch
+        self._batch_bytes = batch_bytes
         self._share = share
         self._longest_pause_s = pause_s
         self._tasks: dict[PartRef, Task] = {}
@@ -118,10 +120,11 @@ class Line:
         """
         if self._reading or now < self._rest_until or now < self._pause_until:
             return []
-        most = 1 if waited_for or self.paused else self._batch
+        left = self._batch_bytes // WAITED_FOR_DIVISOR if waited_for or self.paused else self._batch_bytes
         batch: list[Task] = []
-        while len(batch) < most and (wanted := self._backlog.peek()) is not None:
-            if not reserve(wanted.ref):
+        while len(batch) < MAX_BATCH_PARTS and (wanted := self._backlog.peek()) is not None:
+            left -= wanted.ref.nbytes
+            if (batch and left < 0) or not reserve(wanted.ref):
                 break
             self._backlog.take(wanted.ref)
             task = self._tasks[wanted.ref] = Task(wanted)

@@ -13,8 +13,8 @@ class Limits:
 
     buffer_bytes: memory that parts pass through. staged_parts: under way for all requests together.
     backlog_parts, backlog_bytes: that wait to be copied to the disk, and as many to objects; what is worth
-    least is dropped. copy_batch: parts read at a time for copies. copy_share: of the time spent reading them,
-    at most. copy_s: longest for one to be read, or to be written to the disk; flush_s: to objects.
+    least is dropped. copy_bytes: read at a time for copies. copy_share: of the time spent reading them, at
+    most. copy_s: longest for one to be read, or to be written to the disk; flush_s: to objects.
     retry_s: longest between two attempts while a tier fails. ask_s: longest for a question about what is
     there, where nobody waits. reused_parts: whose uses are remembered. close_s: how long ``close`` waits for
     what is under way.
@@ -24,7 +24,7 @@ class Limits:
     staged_parts: int = 65536
     backlog_parts: int = 65536
     backlog_bytes: int = 64 << 30
-    copy_batch: int = 4
+    copy_bytes: int = 10 << 20
     copy_share: float = 0.5
     copy_s: float = 10.0
     flush_s: float = 120.0
