@@ -1,5 +1,6 @@
 """``kvferry keeper`` as it runs: killed, stopped and told to end; what it kept is there afterwards."""
 
+import json
 import os
 import re
 import signal
@@ -115,7 +116,22 @@ def host(tmp_path: Path, valkey: Server, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield Host(tmp_path, valkey, stack)
 
 
-def test_what_is_kept_survives_eviction_kills_stops_and_an_empty_disk(host: Host) -> None:
+def _status_is_shown(host: Host, token: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["status", "--keepers", f"{host.address},127.0.0.1:1", "--keeper-token-file", str(token)]
+    assert main([*asked, "--json"]) == 1  # nobody is at the second address
+    found = json.loads(capsys.readouterr().out)
+    assert [keeper["name"] for keeper in found["keepers"]] == ["store"]
+    assert len(found["errors"]) == 1
+    assert main(asked) == 1
+    text = capsys.readouterr().out
+    for words in (f"store at {host.address}", "8 parts copied", "none wait", "disk", "objects", "node"):
+        assert words in text, text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_what_is_kept_survives_eviction_kills_stops_and_an_empty_disk(
+    host: Host, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert store_all(host.tier, list(zip(REFS, DATA, strict=True))) == [Outcome.OK] * len(REFS)
     host.keepers.stored(REFS, positions=range(len(REFS)), likely=[True] * len(REFS))
     eventually(lambda: host.where() == {Where.DISK: len(REFS)}, "on the disk")
@@ -125,6 +141,7 @@ def test_what_is_kept_survives_eviction_kills_stops_and_an_empty_disk(host: Host
             return admin.status()["keeper"]["flush"]["copied_parts"] == len(REFS)
 
     eventually(flushed, "in the bucket")
+    _status_is_shown(host, tmp_path / "token", capsys)
 
     host.evicted()
     assert host.staged() == {Outcome.OK: len(REFS)}

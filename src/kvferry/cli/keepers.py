@@ -13,13 +13,20 @@ if TYPE_CHECKING:
 OTHERS = "Also --keeper-token-file, --keeper-tls-ca, --keeper-tls-cert, --keeper-tls-key FILE, as for a node."
 
 
-def add_keeper_arguments(parser: argparse.ArgumentParser) -> None:
+def add_keeper_arguments(
+    parser: argparse.ArgumentParser, *, text: str = "keepers to ask (default: those of the node)"
+) -> None:
     """``--keepers`` and how to get in, as for a node."""
     for setting in KEEPERS_SETTINGS:
         if not setting.environment_only:
             named = setting.name == "keepers"
-            shown = "keepers to ask (default: those of the node)" if named else argparse.SUPPRESS
+            shown = text if named else argparse.SUPPRESS
             parser.add_argument(setting.flag, metavar=setting.metavar, help=shown)
+
+
+def keeper_flags(args: argparse.Namespace) -> dict[str, str | None]:
+    """The arguments by setting name."""
+    return {s.name: getattr(args, s.name) for s in KEEPERS_SETTINGS if not s.environment_only}
 
 
 def keeper_addresses(status: Mapping[str, Any]) -> str:
@@ -39,7 +46,7 @@ def fleet(args: argparse.Namespace, *, of_node: str = "") -> "Fleet | None":
 
     Raises MisconfiguredError, or the first one's error where none of them answers.
     """
-    flags = {s.name: getattr(args, s.name) for s in KEEPERS_SETTINGS if not s.environment_only}
+    flags = keeper_flags(args)
     if not are_named(args):
         if not of_node:
             return None

@@ -1,10 +1,11 @@
-"""``kvferry status``: what the node of this host holds and does."""
+"""``kvferry status``: what the node of this host, or a keeper, holds and does."""
 
 import argparse
 import json
 from typing import Any
 
 from kvferry.cli.address import add_socket_argument, asked, rendered
+from kvferry.cli.keepers import OTHERS, add_keeper_arguments
 from kvferry.cli.table import (
     LINE_COLUMNS,
     causes,
@@ -32,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which node, and for whom the answer is."""
     add_socket_argument(parser)
     parser.add_argument("--json", action="store_true", help="the whole status, for programs")
+    add_keeper_arguments(parser, text="of these keepers, instead of the node")
+    parser.epilog = OTHERS
 
 
 def render(status: dict[str, Any]) -> str:
@@ -223,7 +226,11 @@ def _namespaces(spaces: list[dict[str, Any]]) -> list[str]:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Ask the node and print."""
+    """Ask the node, or the keepers that are named, and print."""
+    if args.keepers is not None:
+        from kvferry.cli import keeper_status
+
+        return keeper_status.main(args)
     with asked(args) as admin:
         status = admin.status()
         version = admin.welcome.version
