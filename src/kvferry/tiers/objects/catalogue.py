@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvferry.identity.names import PartRef
-from kvferry.tiers.objects.format import WHOLE_PACK, PackIndex, Removal, key_of, part_bytes, ref_of
+from kvferry.tiers.objects.format import WHOLE_PACK, PackIndex, Removal, key_of, part_bytes
 from kvferry.tiers.objects.names import time_of
 
 _RECORD_BITS = 16
@@ -166,11 +166,6 @@ class Catalogue:
     def live_bytes(self, pack: Pack, records: Iterable[int]) -> int:
         """Of parts."""
         return sum(part_bytes(pack.index.keys[record]) for record in records)
-
-    def refs(self, pack: Pack) -> list[PartRef]:
-        """Of the records that count."""
-        keys = enumerate(pack.index.keys)
-        return [ref_of(pack.namespace, key) for record, key in keys if record not in pack.gone]
 
     # -- one part's places ---------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import xxhash
 
 from kvferry.errors import CorruptError
 from kvferry.identity.header import pack_header, verify_header
-from kvferry.identity.names import MAX_PART_BYTES, MAX_PARTS, PartKey, PartRef
+from kvferry.identity.names import MAX_PART_BYTES, MAX_PARTS, PartRef
 from kvferry.identity.stripes import HEADER_BYTES, stripe_plan
 
 VERSION = 1
@@ -64,12 +64,6 @@ class Removal(NamedTuple):
 def key_of(ref: PartRef) -> bytes:
     """KEY_BYTES bytes: all of the reference but its namespace."""
     return _KEY.pack(ref.key.chunk, ref.key.part, ref.nbytes)
-
-
-def ref_of(namespace: bytes, key: bytes) -> PartRef:
-    """What ``key_of`` was made of."""
-    chunk, part, nbytes = _KEY.unpack(key)
-    return PartRef(PartKey(namespace, chunk, part), nbytes)
 
 
 def part_bytes(key: bytes) -> int:

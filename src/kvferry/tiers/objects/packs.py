@@ -12,7 +12,6 @@ from kvferry.tiers.objects.format import (
     PackIndex,
     key_of,
     pack_tail,
-    part_bytes,
     record_bytes,
     tail_bytes,
 )
@@ -125,11 +124,6 @@ class OpenPack:
         """Once it is in the bucket under that name."""
         nbytes = self.filled + tail_bytes(len(self.keys))
         return PackIndex(ident, nbytes, self.keys, self.offsets)
-
-    @property
-    def payload_bytes(self) -> int:
-        """Of its parts."""
-        return sum(part_bytes(key) for key in self.keys)
 
 
 def smallest_buffer(ref: PartRef) -> int:

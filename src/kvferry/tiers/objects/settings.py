@@ -24,7 +24,7 @@ class ObjectSettings:
     never. refresh_s: how often it is looked at what others stored and deleted.
     requests, uploads: at a time. read_bytes, write_bytes: memory of those. queued_items: waiting reads, and
     as many writes; more are refused. stall_s: a request that takes so much longer than a slow store would
-    is given up. upload_s: how long a pack is tried. open_s, close_s: limits of opening and closing.
+    is given up. upload_s: how long a pack is tried. open_s: how long opening may take.
     """
 
     url: str
@@ -45,7 +45,6 @@ class ObjectSettings:
     stall_s: float = 5.0
     upload_s: float = 120.0
     open_s: float = 60.0
-    close_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
