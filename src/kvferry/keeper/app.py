@@ -20,6 +20,7 @@ from kvferry.errors import ClosedError
 from kvferry.keeper.forms import Form, Plain, Sealed
 from kvferry.keeper.keeper import Keeper
 from kvferry.keeper.limits import Limits
+from kvferry.keeper.remembered import MAX_FILE_BYTES
 from kvferry.keeper.rendezvous import owner
 from kvferry.keeper.scan import ScanSettings
 from kvferry.keeper.server import Admission, Server, ServerStatistics
@@ -29,6 +30,9 @@ from kvferry.keeper.tls import keeper_contexts
 from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.objects.tier import ObjectTier
 from kvferry.tiers.valkey.url import Address
+
+USES_NAME = "uses"
+MIN_DISK_FOR_USES_BYTES = 4 << 30
 
 log = logging.getLogger("kvferry.keeper")
 
@@ -141,6 +145,7 @@ def _keeper(settings: KeeperSettings, limits: Limits) -> Keeper:
             form=form,
             keyspace=valkey.keyspace(),
             scan=ScanSettings(owns=partial(_owns, settings.name, settings.keepers)),
+            uses=settings.disk / USES_NAME if settings.disk is not None and _uses_bytes(settings) else None,
         )
         opened.pop_all()
     return keeper
@@ -155,7 +160,12 @@ def _disk(settings: KeeperSettings) -> DiskTier | None:
         return None
     from kvferry.tiers.disk.settings import DiskSettings
 
-    return DiskTier.open(DiskSettings(settings.disk, settings.disk_bytes))
+    return DiskTier.open(DiskSettings(settings.disk, settings.disk_bytes - _uses_bytes(settings)))
+
+
+def _uses_bytes(settings: KeeperSettings) -> int:
+    """Room beside the parts for what was used lately, twice while it is replaced. A small disk has none."""
+    return 2 * MAX_FILE_BYTES if (settings.disk_bytes or 0) >= MIN_DISK_FOR_USES_BYTES else 0
 
 
 def _objects(settings: KeeperSettings) -> ObjectTier | None:

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from kvferry.identity.names import PartRef
 from kvferry.keeper.below import DELETED, Ask, Below, Held, LowerTier
@@ -18,6 +19,7 @@ from kvferry.keeper.copies import Copies
 from kvferry.keeper.deletion import Deletion, Drops
 from kvferry.keeper.forms import Form, Plain
 from kvferry.keeper.limits import Limits
+from kvferry.keeper.remembered import load, save
 from kvferry.keeper.reuse import ReuseTable
 from kvferry.keeper.scan import Scanner, ScanSettings
 from kvferry.keeper.stager import Done, Stager
@@ -50,9 +52,13 @@ class Keeper:
         form: Form | None = None,
         keyspace: Keyspace | None = None,
         scan: ScanSettings | None = None,
+        uses: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """keyspace: Valkey's keys; None: they are neither searched nor dropped."""
+        """keyspace: Valkey's keys; None: they are neither searched nor dropped.
+
+        uses: a file in which what was used lately outlives the keeper; None: it does not.
+        """
         self._limits = limits or Limits()
         self._valkey = valkey
         self._below = Below(disk=disk, objects=objects, form=form or Plain())
@@ -72,6 +78,9 @@ class Keeper:
             limits=self._limits,
         )
         self._reuse = ReuseTable(self._limits.reused_parts)
+        self._uses = uses
+        if uses is not None:
+            self._reuse.restore(load(uses, clock()))
         self._lock = threading.Lock()  # of the table of uses and the counters
         self._located: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
@@ -266,6 +275,9 @@ class Keeper:
         self._loop.stop()
         self._thread.join()
         self._loop.close()
+        if self._uses is not None:
+            with self._lock:
+                save(self._uses, self._reuse.all(), self._loop.clock())
 
     # ---- its thread
 

@@ -30,7 +30,7 @@ class Limits:
     flush_s: float = 120.0
     retry_s: float = 10.0
     ask_s: float = 5.0
-    reused_parts: int = 1 << 18
+    reused_parts: int = 1 << 17
     close_s: float = 10.0
 
     def shares(self, *, objects: bool) -> dict[Use, int]:

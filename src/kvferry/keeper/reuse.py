@@ -8,10 +8,19 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvferry.identity.names import PartRef
 
 HALF_LIFE_S = 12 * 3600.0
+
+
+class Use(NamedTuple):
+    """How much a part was used, as of its last use, and when that was."""
+
+    ref: PartRef
+    weight: float
+    at: float
 
 
 @dataclass(slots=True)
@@ -64,6 +73,16 @@ class ReuseTable:
             max_bytes -= ref.nbytes
             chosen.append(ref)
         return chosen
+
+    def all(self) -> list[Use]:
+        """The least recent first."""
+        return [Use(ref, uses.weight, uses.at) for ref, uses in self._uses.items()]
+
+    def restore(self, found: Sequence[Use]) -> None:
+        """What ``all`` gave once."""
+        for use in found[-self._max_parts :]:
+            self._order += 1
+            self._uses[use.ref] = _Uses(use.weight, use.at, self._order)
 
     def forget(self, refs: Sequence[PartRef]) -> None:
         """They are deleted."""
