@@ -32,7 +32,10 @@ class Stage:
 
 @dataclass(slots=True)
 class ScriptedKeepers:
-    """Implements ``node.keepers.Keepers``. values: what lies below the tier; it survives the node."""
+    """Implements ``node.keepers.Keepers``. values: what lies below the tier; it survives the node.
+
+    told: what this node process called stored, with its position and whether it is likely.
+    """
 
     tier: ScriptedTier
     values: dict[PartKey, tuple[Value, Where]] = field(default_factory=dict[PartKey, tuple[Value, Where]])
@@ -40,7 +43,7 @@ class ScriptedKeepers:
     locates: list[Locate] = field(default_factory=list[Locate])
     asked: list[Locate] = field(default_factory=list[Locate])  # since the model looked
     stages: list[Stage] = field(default_factory=list[Stage])
-    told: int = 0  # parts that were called stored, of this node process
+    told: list[tuple[PartRef, int, bool]] = field(default_factory=list[tuple[PartRef, int, bool]])
     used_parts: int = 0
 
     # ---- what the node calls
@@ -73,7 +76,7 @@ class ScriptedKeepers:
     def stored(self, refs: Sequence[PartRef], *, positions: Sequence[int], likely: Sequence[bool]) -> None:
         """See ``Keepers``."""
         assert len(refs) == len(positions) == len(likely) > 0
-        self.told += len(refs)
+        self.told += zip(refs, positions, likely, strict=True)
 
     def used(self, refs: Sequence[PartRef]) -> None:
         """See ``Keepers``."""
@@ -97,8 +100,7 @@ class ScriptedKeepers:
 
     def forget(self) -> None:
         """The node that asked is gone."""
-        self.told = 0
-        for asks in (self.asked, self.locates, self.stages, self.tier.fetches):
+        for asks in (self.told, self.asked, self.locates, self.stages, self.tier.fetches):
             asks.clear()
 
     @property

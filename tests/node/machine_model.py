@@ -363,7 +363,7 @@ class Model:
         staging = self.keepers.staging if self.keepers is not None else 0
         assert app.loads.fetches == len(self.tier.fetches if self.tier is not None else ()) + staging
         if self.keepers is not None:
-            assert self.keepers.told == counters.stored_parts + counters.store_present_parts
+            assert len(self.keepers.told) == counters.stored_parts + counters.store_present_parts
         assert counters.reserved_parts == self.saves["reserved"]
         assert counters.committed_parts == self.saves["committed"]
         assert counters.reserve_declined.total() == self.saves["declined"]

@@ -76,8 +76,8 @@ class Decision:
     """load_chunks: how many of the found chunks to load, from the head; the rest is recomputed.
 
     deadline_s, stall_s: how long to wait for all, and for the next chunk. load_s: predicted, None when
-    unknown. recompute_s: predicted prefill that the load saves, None when unknown. tries: the tiers that a
-    PROBE is for.
+    unknown. recompute_s: predicted prefill that the load saves, None when unknown. tiers: that have to bring
+    something for it. tries: those that a PROBE is for.
     """
 
     load_chunks: int
@@ -86,6 +86,7 @@ class Decision:
     load_s: float | None
     recompute_s: float | None
     reason: DecisionReason
+    tiers: tuple[str, ...] = ()
     tries: tuple[str, ...] = ()
 
 
@@ -175,4 +176,5 @@ def _decision(
         load_s=load_s,
         recompute_s=recompute_s,
         reason=reason,
+        tiers=tuple(tier for tier, nbytes in prospect.possible.tier_bytes(chunks).items() if nbytes),
     )

@@ -47,6 +47,10 @@ class Lengths(Protocol):
         """The longest of at most ``most`` chunks; 0 for none."""
         ...
 
+    def tier_bytes(self, chunks: int) -> Mapping[str, int]:
+        """What each tier has to bring for that length."""
+        ...
+
     def seconds(self, chunks: int, rates: Rates) -> float | None:
         """Time to load that length; tiers work side by side. None when no tier is known."""
         ...
@@ -76,12 +80,16 @@ class Runs:
         """See ``Lengths``."""
         return min(sum(run.chunks for run in self._runs), most)
 
-    def seconds(self, chunks: int, rates: Rates) -> float | None:
+    def tier_bytes(self, chunks: int) -> Mapping[str, int]:
         """See ``Lengths``."""
         wanted: dict[str, int] = {}
         for run, taken in self._taken(chunks):
             wanted[run.tier] = wanted.get(run.tier, 0) + taken * run.chunk_bytes
-        return _seconds(wanted, rates)
+        return wanted
+
+    def seconds(self, chunks: int, rates: Rates) -> float | None:
+        """See ``Lengths``."""
+        return _seconds(self.tier_bytes(chunks), rates)
 
     def fitting(self, most: int, rates: Rates, *, within_s: float) -> int:
         """See ``Lengths``."""
@@ -149,9 +157,13 @@ class Listed:
         """See ``Lengths``."""
         return max((length.chunks for length in self._lengths if length.chunks <= most), default=0)
 
+    def tier_bytes(self, chunks: int) -> Mapping[str, int]:
+        """See ``Lengths``."""
+        return self._tier_bytes.get(chunks, {})
+
     def seconds(self, chunks: int, rates: Rates) -> float | None:
         """See ``Lengths``."""
-        return _seconds(self._tier_bytes.get(chunks, {}), rates)
+        return _seconds(self.tier_bytes(chunks), rates)
 
     def fitting(self, most: int, rates: Rates, *, within_s: float) -> int:
         """See ``Lengths``. A longer one may end sooner, where its state lies nearer."""
@@ -173,7 +185,7 @@ class Listed:
 
     def trial(self, after: int, most: int, rates: Rates) -> Trial | None:
         """See ``Lengths``. Of a few chunks more, if there is one, else the next."""
-        loaded = self._tier_bytes.get(after, {})
+        loaded = self.tier_bytes(after)
         longer = [length for length in self._lengths if after < length.chunks <= most]
         due = [length for length in longer if _is_worth_a_trial(length, loaded, rates)]
         few = [length for length in due if length.chunks <= after + PROBE_CHUNKS]

@@ -5,20 +5,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvferry.costs import (
+    Decision,
     DecisionReason,
     Length,
     Limits,
     PrefillModel,
     Prospect,
+    TierRate,
     TierRun,
     decide,
 )
+from kvferry.costs.rates import UNKNOWN_RATE
 from kvferry.identity.boundaries import start_of
+from kvferry.node.keepers import TIERS
 from kvferry.node.state import Namespace, NodeState
 from kvferry.node.wire import Lookup, Tier
 from kvferry.pool.entries import Gap
 
 STALL_CAP_S = 5.0
+STALL_LOADS = 2.0  # times as long as it should take in all
 MAX_LENGTHS = 256
 
 
@@ -76,7 +81,8 @@ class Estimator:
         lengths: Sequence[Length] | None = None,
     ) -> Verdict:
         now = self._state.loop.clock()
-        rates = self._state.rates()
+        learning = self._state.rates()
+        rates = {name: rate.rate(now) for name, rate in learning.items()}
         cap_s = self._state.deadline_cap_s
         if asked.deadline_cap_s:
             cap_s = min(cap_s, asked.deadline_cap_s)
@@ -90,19 +96,33 @@ class Estimator:
                 lengths=lengths,
             ),
             prefill=_prefill(asked),
-            rates={name: rate.rate(now) for name, rate in rates.items()},
+            rates=rates,
             limits=Limits(cap_s=cap_s),
         )
         for name in decision.tries:
-            rates[name].probing(now)
+            learning[name].probing(now)
         return Verdict(
             load_chunks=decision.load_chunks,
             deadline_s=decision.deadline_s,
-            stall_s=min(decision.stall_s, STALL_CAP_S),
+            stall_s=min(_stall_s(decision, rates, behind=self._state.behind), STALL_CAP_S),
             load_s=decision.load_s,
             recompute_s=decision.recompute_s,
             choice=decision.reason,
         )
+
+
+def _stall_s(decision: Decision, rates: Mapping[str, TierRate], *, behind: Tier) -> float:
+    """What keepers bring may come all at its end: no pause before that says anything.
+
+    That they are there at all, their connection watches.
+    """
+    staged = {tier.name.lower() for tier in TIERS.values() if tier is not behind}.intersection(decision.tiers)
+    if not staged:
+        return decision.stall_s
+    unknown = any(rates.get(name, UNKNOWN_RATE).bytes_per_s is None for name in staged)
+    if unknown or decision.load_s is None:
+        return decision.deadline_s
+    return min(decision.deadline_s, max(decision.stall_s, STALL_LOADS * decision.load_s))
 
 
 def _prefill(asked: Lookup) -> PrefillModel | None:
