@@ -36,7 +36,7 @@ class _Batch:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """A stage under way. name: what it is called where it comes from."""
+    """A stage under way. name: what it is called where it comes from. disk: what the disk said of it."""
 
     stage: Stage
     buffer: Buffer
@@ -44,6 +44,7 @@ class _Run:
     from_disk: bool
     batch: _Batch
     checksums: tuple[bytes, ...] = ()
+    disk: Outcome = Outcome.MISS
 
 
 @dataclass(slots=True, eq=False)
@@ -226,7 +227,10 @@ class Stager:
             self._store(run)
         elif run.from_disk and self._below.objects is not None and result.outcome is not Outcome.LATE:
             run.from_disk = False
+            run.disk = result.outcome
             self._read([run])
+        elif result.outcome is Outcome.MISS and run.disk not in (Outcome.MISS, Outcome.CORRUPT):
+            self._finish(run, run.disk)  # the disk may have it: a failure is no miss
         else:
             self._finish(run, result.outcome)
 
