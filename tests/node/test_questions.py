@@ -96,6 +96,21 @@ def test_the_tier_behind_forgets_a_prompt_and_memory_keeps_it(
     assert chunks_in_memory(node) == 4
     with pytest.raises(RefusedError, match="not disk"):
         admin.drop("disk")
+    assert admin.drop("valkey", namespace=b"", older_than_s=1e6)["dropped_parts"] == 0
+    assert admin.drop("valkey", namespace=SPACE)["dropped_parts"] == 1
+
+
+class NamedPartsOnly(MemoryTier):
+    """As Valkey: what it forgets must be named."""
+
+    drop = None  # type: ignore[assignment]
+
+
+def test_a_tier_that_cannot_look_for_what_to_forget_says_who_can(tmp_path: Path, stack: ExitStack) -> None:
+    node = Node(settings(tmp_path), tier=NamedPartsOnly("valkey"))
+    stack.callback(node.close)
+    node.start()
+    admin = stack.enter_context(AdminClient(node.settings.socket_path))
     with pytest.raises(RefusedError, match="keepers drop the rest"):
         admin.drop("valkey")
 
