@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvferry.bench import engine_report, hook_times
+from kvferry.bench import engine_report, hook_times, restart
 from kvferry.bench.engine_arms import DISK, OBJECTS, VALKEY, Arms, Results, idle_node
 from kvferry.bench.prompts import Prompts
 from kvferry.config import parse_valkey
@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", default=",".join(SECTIONS), metavar="LIST", help=f"sections to run ({','.join(SECTIONS)})"
     )
+    parser.add_argument("--restart", action="store_true", help="restart each part in turn, under traffic")
     parser.add_argument("--model", type=Path, metavar="DIR", help="serve this model directory")
     parser.add_argument("--valkey", metavar="URL", help="use this server instead of starting one")
     parser.add_argument("--report", type=Path, metavar="FILE", help="write an HTML report")
@@ -77,6 +78,8 @@ def main(args: argparse.Namespace) -> int:
     def say(text: str) -> None:
         print(f"[{time.monotonic() - begun:6.1f} s] {text}", file=sys.stderr, flush=True)
 
+    if args.restart:
+        return _restart(args, say=say)
     with stop_on_signals(), tempfile.TemporaryDirectory(prefix="kvferry-times-") as times:
         try:
             settings = FleetSettings(
@@ -185,6 +188,32 @@ def _replicas(sections: tuple[str, ...]) -> tuple[ReplicaPlan, ...]:
     if not {"cold", "throughput"} & set(sections):
         return first, second
     return first, second, replace(first, name="P", connected=False)
+
+
+def _restart(args: argparse.Namespace, *, say: Callable[[str], None]) -> int:
+    """All restarts. Exit code 1 when something that was reusable before one is not after it."""
+    if args.valkey is not None or args.report is not None:
+        raise MisconfiguredError("--restart starts a Valkey of its own and makes no page; see --json")
+    with stop_on_signals():
+        try:
+            settings = FleetSettings(
+                model=demo_model(chosen=args.model, say=say),
+                replicas=plan_replicas(2),
+                storage=StorageSettings(),
+            )
+            with Fleet(settings, say=say) as fleet:
+                fleet.keep_directory = args.keep_logs
+                fleet.start()
+                tokens = block_tokens_of(fleet.replicas["A"].metrics())
+                done = restart.Rolling(fleet, Prompts(args.seed), tokens, say).run()
+        except StoppedError as stopped:
+            say(f"{stopped}; everything it started has been stopped")
+            return EXIT_INTERRUPTED
+    wrong = restart.faults(done)
+    print(json.dumps(restart.document(done), indent=2) if args.json else f"\n{restart.terminal(done)}\n")
+    for fault in wrong:
+        print(f"lost: {fault}", file=sys.stderr)
+    return EXIT_FAILED if wrong else 0
 
 
 def _publish(results: Results, args: argparse.Namespace, *, seconds: float) -> int:

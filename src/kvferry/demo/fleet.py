@@ -124,6 +124,7 @@ class Fleet:
         self._engines: dict[str, Child] = {}
         self._plans = {plan.name: plan for plan in settings.replicas}
         self._metrics_port = free_port()
+        self._valkey_port = free_port()
         self._storage: Storage | None = None
         if settings.storage is not None:
             self._storage = Storage(
@@ -160,8 +161,8 @@ class Fleet:
     # -- Valkey ------------------------------------------------------------------------------------
 
     def start_valkey(self) -> None:
-        """A server on loopback that keeps nothing on disk."""
-        port = free_port()
+        """A server on loopback that keeps nothing on disk; always at the same port."""
+        port = self._valkey_port
         options = {
             "port": str(port),
             "bind": "127.0.0.1",
@@ -204,6 +205,11 @@ class Fleet:
     def kill_valkey(self) -> None:
         """SIGKILL; what it held is gone."""
         self.valkey.kill_at_once()
+        self._children.stop(self.valkey)
+        self._valkey = None
+
+    def stop_valkey(self) -> None:
+        """An orderly stop; what it held is gone all the same."""
         self._children.stop(self.valkey)
         self._valkey = None
 
@@ -260,6 +266,11 @@ class Fleet:
         if self._node is None:
             raise RetryError("the node is not running")
         return self._node
+
+    def stop_node(self) -> None:
+        """An orderly stop, as in a rolling restart."""
+        self._children.stop(self.node)
+        self._node = None
 
     def kill_node(self) -> None:
         """SIGKILL, as a crash or the kernel's out-of-memory killer would."""

@@ -161,6 +161,14 @@ class Storage:
 
         return wait_until(kept, what=f"{parts} parts on disk and in the bucket", timeout_s=timeout_s)
 
+    def wait_up(self, *, timeout_s: float) -> None:
+        """Until all of the keeper's tiers are up. Raises RetryError."""
+        wait_until(
+            lambda: all(tier["state"] == "up" for tier in self.status()["tiers"]),
+            what="the keeper's tiers being up",
+            timeout_s=timeout_s,
+        )
+
     def copied_parts(self) -> int:
         """To the disk, since the keeper's start."""
         return int(self.status()["keep"]["copied_parts"])
