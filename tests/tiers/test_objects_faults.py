@@ -29,6 +29,7 @@ from kvferry.testing.tier_calls import (
     store_all,
 )
 from kvferry.tiers.contract import Dropped, FetchItem, Outcome, StoreItem
+from kvferry.tiers.objects.names import Kind
 from kvferry.tiers.objects.settings import ObjectSettings
 from kvferry.tiers.objects.tier import ObjectTier
 
@@ -373,3 +374,21 @@ def test_a_pack_whose_upload_was_cut_off_is_not_there(s3: S3Server, proxy: Proxy
         assert found_right(again, PART[0], 1)
     finally:
         store.close()
+
+
+def test_a_removal_is_written_down_once_the_store_takes_something_again(
+    s3: S3Server, front: Front, place: str
+) -> None:
+    tier = _opened(s3, place, front.port, refresh_s=0.05)
+    try:
+        results = Results(1)
+        front.answers = lambda verb, path: NO_ROOM if verb == "PUT" else None
+        tier.remove([PART[0]], done=lambda outcomes: results.done(0, list(outcomes)))
+        assert results.wait() == [[Outcome.FAILED]]
+        assert probe_all(tier, [PART[0]]) == [Outcome.MISS]
+        front.answers = lambda verb, path: None
+        store = ObjectStore(s3.settings(place, **QUICK))
+        eventually(lambda: not store.paths(Kind.PACK), "the list of removals, and then its deletion")
+        assert len(store.paths(Kind.REMOVED)) <= 1  # two listings later that goes as well
+    finally:
+        tier.close()

@@ -94,6 +94,7 @@ class Upkeep:
             await asyncio.sleep(settings.refresh_s * random.uniform(0.8, 1.2))  # not all keepers at once
             if not self._books.usable():
                 continue
+            self._removals.wake()  # for what could not be written down before
             try:
                 await self.refresh()
             except BucketError as error:
