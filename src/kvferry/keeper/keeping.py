@@ -151,7 +151,7 @@ class Line:
     def copied(self, task: Task, now: float) -> None:
         """It is there now."""
         self._end(task, now)
-        self._pause_s, self._succeeded = 0.0, True
+        self._pause_s, self._pause_until, self._succeeded = 0.0, now, True
         self.counts.parts += 1
         self.counts.nbytes += task.ref.nbytes
 

@@ -170,13 +170,14 @@ class Stager:
             return
         answers: list[tuple[int, Outcome]] = []
         positions = positions_in(request.refs)
+        silent = self._loop.clock() >= request.deadline
         going = self._dropping(request.refs)
         for index, where in enumerate(held):
             ref = request.refs[index]
             if ref in going:
                 answers.append((index, Outcome.MISS))
             elif not where.anywhere:
-                answers.append((index, Outcome.FAILED if where.unknown else Outcome.MISS))
+                answers.append((index, _unheld(where, silent=silent)))
             elif not self._buffers.holds(self._below.form.below_bytes(ref)):
                 answers.append((index, Outcome.REFUSED))
             else:
@@ -282,3 +283,10 @@ class Stager:
             return True
         self._copies.used([ref], [Held(objects=run.name)])
         return False
+
+
+def _unheld(where: Held, *, silent: bool) -> Outcome:
+    """What to say of a part that no tier says it has. silent: their time was up."""
+    if not where.unknown:
+        return Outcome.MISS
+    return Outcome.LATE if silent else Outcome.FAILED
