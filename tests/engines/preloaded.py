@@ -25,7 +25,6 @@ import os
 import runpy
 import select
 import selectors
-import signal
 import socket as socketlib
 import struct
 import subprocess
@@ -215,6 +214,9 @@ class Nursery:
         connection = self._listener.accept()[0]
         request, descriptors = _received(connection)
         pid = os.fork() if request is not None else -1
+        if request is not None:
+            with contextlib.suppress(OSError):  # both do, so that neither goes on before it is done
+                os.setpgid(pid, request.group)
         if not pid:
             connection.close()
             self._close()
@@ -225,10 +227,6 @@ class Nursery:
         if request is None:
             connection.close()
             return None
-        try:
-            os.setpgid(pid, request.group)
-        except OSError:  # the group was killed meanwhile
-            os.kill(pid, signal.SIGKILL)
         end = os.pidfd_open(pid)
         self._copies[end] = pid, connection
         self._selector.register(end, selectors.EVENT_READ)
@@ -276,6 +274,8 @@ def _ask(address: str, arguments: Sequence[str], descriptors: Collection[int]) -
 
 def _take_place(request: Request, descriptors: Sequence[int]) -> None:
     """Of the interpreter that would have been started."""
+    if os.getpgrp() != (request.group or os.getpid()):  # it was killed meanwhile
+        os._exit(1)
     moved = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, FIRST_OF_OURS) for descriptor in descriptors]
     for descriptor in descriptors:
         os.close(descriptor)
