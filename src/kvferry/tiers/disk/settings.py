@@ -15,7 +15,7 @@ FILE_OVERHEAD_BYTES = 8 * BLOCK_BYTES
 """What a file system takes for a segment beside its bytes: where they are."""
 SMALLEST_SEGMENT_BYTES = 16 << 20
 USUAL_SEGMENT_BYTES = 1 << 30
-MAX_PARTS = 1_000_000
+MAX_PARTS = 4_000_000
 """Each takes memory: see docs/decisions/disk-segments.md."""
 
 
