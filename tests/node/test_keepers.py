@@ -205,7 +205,8 @@ def test_a_keeper_lost_in_the_middle_of_a_load_costs_the_rest_of_it_and_no_more_
     at_rest(node)
     counters = node.statistics().counters
     assert counters.failed[end.reason.value]
-    assert bool(counters.stage_failed) == (how == "gone")
+    causes = {name for name, parts in counters.stage_failed.items() if parts}
+    assert causes if how == "gone" else causes <= {"late"}  # where the deadline came before the stall
     assert counters.missed_chunks == 0
     proxy.heal()
     eventually(lambda: keepers_up(node) == 1, "the keeper is back")
