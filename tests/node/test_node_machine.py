@@ -42,11 +42,12 @@ class NodeMachine(RuleBasedStateMachine):
     """
 
     with_tier = True
+    with_keepers = False
     tight = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = Clients(with_tier=self.with_tier, tight=self.tight)
+        self.model = Clients(with_tier=self.with_tier, tight=self.tight, with_keepers=self.with_keepers)
 
     @initialize(hole=st.integers(1, 8))
     def another_host_stored(self, hole: int) -> None:

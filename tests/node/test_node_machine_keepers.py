@@ -4,7 +4,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule
-from tests.node.machine_clients import Clients
 from tests.node.machine_model import space_of
 from tests.node.machine_tier import Value
 from tests.node.machine_world import CHECKSUMS, CONTENT, KEYS, PROMPTS
@@ -22,9 +21,7 @@ places = st.sampled_from([Where.DISK, Where.OBJECTS])
 class KeptNodeMachine(NodeMachine):
     """Parts lie in the tier, or below it in one of two places."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Clients(with_tier=True, tight=self.tight, with_keepers=True)
+    with_keepers = True
 
     @initialize(hole=st.integers(1, 8), kept=st.integers(0, 6), deep=st.integers(0, 9), far=st.integers(0, 9))
     def another_host_stored(self, hole: int, kept: int, deep: int, far: int) -> None:
