@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.tiers.objects import QUICK, ObjectStore
 
+import kvferry
 from kvferry.testing.s3 import S3Server
 from kvferry.testing.tier_calls import fetch_all, some_bytes, some_ref
 from kvferry.tiers.contract import Outcome
@@ -53,7 +54,8 @@ def store(
 
 def test_after_a_kill_all_that_was_reported_is_found_and_what_was_removed_is_not(store: ObjectStore) -> None:
     command = [sys.executable, "-c", WRITER, store.settings.url]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+    env = os.environ | {"PYTHONPATH": str(Path(kvferry.__file__).parents[1])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as writer:
         assert writer.stdout is not None
         reported = [writer.stdout.readline() for _ in range(5)]
         writer.send_signal(signal.SIGKILL)
