@@ -120,5 +120,5 @@ class KeptNodeMachine(NodeMachine):
             keepers.up = not keepers.up
 
 
-KeptNodeMachine.TestCase.settings = settings(STEPS, max_examples=runs(100))
+KeptNodeMachine.TestCase.settings = settings(STEPS, max_examples=runs(50))
 TestKeptNode = KeptNodeMachine.TestCase
