@@ -27,6 +27,7 @@ from kvferry.tiers.disk.format import (
 )
 from kvferry.tiers.disk.settings import MIN_DISK_BYTES, DiskSettings, usual_segment_bytes
 from kvferry.tiers.disk.tier import DiskTier
+from kvferry.tiers.disk.wall import unix_s
 
 PART_BYTES = 5 << 19
 INDEXED_PARTS = 100_000
@@ -124,7 +125,7 @@ def _lay_out(settings: DiskSettings, count: int) -> None:
                 ref = PartRef(PartKey(bytes(16), name, 0), PART_BYTES)
                 link = next_link(link, generation=number + 1, offset=offset, ref=ref)
                 file.seek(offset)
-                file.write(pack_head(Preamble(ref, number + 1, link, time.time()), checksums))
+                file.write(pack_head(Preamble(ref, number + 1, link, unix_s()), checksums))
                 offset += record_bytes(PART_BYTES)
                 made += 1
             file.flush()

@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from kvferry.tiers.disk.records import Moves, RecordIO
 from kvferry.tiers.disk.recovery import scan, without_torn
 from kvferry.tiers.disk.segments import SegmentLog
 from kvferry.tiers.disk.settings import MIN_SEGMENTS, DiskSettings, segments_within, usual_segment_bytes
+from kvferry.tiers.disk.wall import unix_s
 
 log = logging.getLogger("kvferry.tiers.disk")
 
@@ -25,7 +25,7 @@ NEWEST = 2
 
 
 def open_log(
-    files: SegmentFiles, settings: DiskSettings, *, wall: Callable[[], float] = time.time
+    files: SegmentFiles, settings: DiskSettings, *, wall: Callable[[], float] = unix_s
 ) -> SegmentLog:
     """Only heads are read, and the records written last. Raises MisconfiguredError, one line."""
     collecting = gc.isenabled()

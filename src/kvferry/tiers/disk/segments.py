@@ -9,7 +9,6 @@ one, the most recently used first, up to a share of a segment. So one segment is
 A segment whose first block cannot be written is given up after some tries.
 """
 
-import time
 from collections.abc import Callable, Iterable
 
 from kvferry.errors import BrokenError
@@ -29,6 +28,7 @@ from kvferry.tiers.disk.places import (
     StepKind,
 )
 from kvferry.tiers.disk.settings import MAX_PARTS
+from kvferry.tiers.disk.wall import unix_s
 
 MAX_FIRST_BLOCK_FAILURES = 3
 """A segment whose first block could not be written so often is given up."""
@@ -43,7 +43,7 @@ class SegmentLog:
         segment_bytes: int,
         max_segments: int,
         max_parts: int = MAX_PARTS,
-        wall: Callable[[], float] = time.time,
+        wall: Callable[[], float] = unix_s,
     ) -> None:
         self.segment_bytes = segment_bytes
         self.max_segments = max_segments

@@ -25,6 +25,7 @@ from kvferry.tiers.disk.places import Place, Record
 from kvferry.tiers.disk.segments import SegmentLog
 from kvferry.tiers.disk.settings import DiskSettings
 from kvferry.tiers.disk.threads import Janitor, call, keep_time, read_parts, write_parts
+from kvferry.tiers.disk.wall import unix_s
 from kvferry.tiers.disk.work import Drop, Item, Operation, Removal, Report
 
 log = logging.getLogger("kvferry.tiers.disk")
@@ -52,7 +53,7 @@ class DiskTier:
         files: SegmentFiles,
         segments: SegmentLog,
         *,
-        wall: Callable[[], float] = time.time,
+        wall: Callable[[], float] = unix_s,
     ) -> None:
         self._settings = settings
         self._files = files
@@ -84,7 +85,7 @@ class DiskTier:
         settings: DiskSettings,
         *,
         open_files: Callable[..., SegmentFiles] = SegmentFiles.open,
-        wall: Callable[[], float] = time.time,
+        wall: Callable[[], float] = unix_s,
     ) -> "DiskTier":
         """Lock the directory, find what it holds (blocking), and start. wall: unix seconds.
 
