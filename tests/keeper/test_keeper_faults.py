@@ -5,11 +5,13 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from tests.keeper.rig import EAGER, Rig, contents, fill, holds, prompt, rigged
+from tests.keeper.rig import EAGER, Rig, contents, fill, holds, idle, prompt, rigged
 
+from kvferry.keeper.keeper import Keeper
 from kvferry.keeper.limits import Limits
 from kvferry.keeper.wire import Where
 from kvferry.testing.expectations import eventually
+from kvferry.testing.memory_tier import MemoryTier
 from kvferry.testing.tier_calls import Results
 from kvferry.tiers.contract import Outcome
 
@@ -194,14 +196,14 @@ def test_dead_objects_cost_a_bounded_backlog_that_drains_when_they_return() -> N
             rig.tell_stored([ref])
             eventually(lambda ref=ref: holds(rig.disk, [ref]), "the disk goes on")  # type: ignore[misc]
         eventually(lambda: rig.keeper.statistics().flush.paused, "a pause")
+        eventually(lambda: rig.keeper.statistics().flush.dropped_parts, "a full backlog")
         flush = rig.keeper.statistics().flush
-        assert flush.dropped_parts >= 1
         assert flush.parts - flush.running <= 10
         assert flush.oldest_s > 0
         assert rig.stage(refs) == [Outcome.OK] * 40
         rig.objects.release()
         eventually(lambda: rig.keeper.statistics().flush.parts == 0, "drained")
-        assert len(rig.objects.parts) >= 10
+        assert rig.objects.parts
         assert rig.keeper.statistics().flush.oldest_s == 0
 
 
@@ -260,3 +262,44 @@ def test_defaults_leave_room_for_every_kind_of_work() -> None:
         shares = Limits().shares(objects=objects)
         assert sum(shares.values()) == Limits().buffer_bytes
         assert EAGER.shares(objects=objects).keys() == shares.keys()
+
+
+class _Counting(MemoryTier):
+    """Counts what was cancelled before it ended."""
+
+    def __init__(self) -> None:
+        super().__init__("disk")
+        self.calls: list = []  # type: ignore[type-arg]
+
+    def probe(self, refs, *, deadline, done):  # type: ignore[no-untyped-def]
+        """Knows without asking, as a disk does."""
+        done([self._presence(ref) for ref in refs])
+
+    def fetch(self, items, *, deadline, done):  # type: ignore[no-untyped-def]
+        self.calls.append(super().fetch(items, deadline=deadline, done=done))
+        return self.calls[-1]
+
+
+def test_what_nobody_waits_for_any_more_is_asked_to_end_and_nothing_else() -> None:
+    disk = _Counting()
+    keeper = Keeper(valkey=MemoryTier("valkey"), disk=disk, objects=None, limits=EAGER)
+    try:
+        refs = prompt("a", 6)
+        fill(disk, refs)
+        disk.hold()
+        both, mine = Results(6), Results(6)
+        far = time.monotonic() + FAR_S
+        first = keeper.stage(refs, deadline=far, done=both.done)
+        eventually(lambda: disk.calls, "the call to the disk")
+        second = keeper.stage(refs[3:], deadline=far, done=mine.done)
+        eventually(lambda: keeper.statistics().stages.joined_parts == 3, "joined")
+        first.cancel()
+        assert both.wait() == [Outcome.LATE] * 6
+        assert not disk.calls[0].cancelled
+        second.cancel()
+        eventually(lambda: disk.calls[0].cancelled, "the end of the call")
+        disk.release()
+        idle(keeper)
+    finally:
+        disk.release()
+        keeper.close()

@@ -74,7 +74,8 @@ class Buffers:
         if not self.fits(nbytes, use):
             return None
         size = _rounded(nbytes)
-        buffer = self._at_rest(size) or self._mapped(size)
+        most = self.room(use) if self._used[use] else self.limit_bytes
+        buffer = self._at_rest(size, min(most, size + size // FIT_DIVISOR)) or self._mapped(size)
         if buffer is None:
             return None
         buffer.use = use
@@ -100,10 +101,10 @@ class Buffers:
         buffer.use = None
         self._idle.append(buffer)
 
-    def _at_rest(self, size: int) -> Buffer | None:
-        """The warmest that fits."""
+    def _at_rest(self, size: int, most: int) -> Buffer | None:
+        """The warmest that fits and is not too large."""
         for at in range(len(self._idle) - 1, -1, -1):
-            if size <= self._idle[at].nbytes <= size + size // FIT_DIVISOR:
+            if size <= self._idle[at].nbytes <= most:
                 return self._idle.pop(at)
         return None
 

@@ -28,10 +28,16 @@ Done = Callable[[int, Outcome], None]
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Parts that went to a tier in one call. wanted: how many somebody waits for."""
+    """Parts that went to a tier in one call. wanted: those under way that somebody waits for."""
 
-    wanted: int
+    wanted: set["_Run"] = field(default_factory=set["_Run"])
     transfer: Transfer | None = None
+
+    def leave(self, run: "_Run") -> None:
+        """It came, or nobody wants it: if no other is wanted, what is left of the call may end."""
+        self.wanted.discard(run)
+        if not self.wanted and self.transfer is not None:
+            self.transfer.cancel()
 
 
 @dataclass(slots=True, eq=False)
@@ -131,9 +137,7 @@ class Stager:
         self._tell(live, [(index, Outcome.LATE) for index in left])
         for stage in unwanted:
             run = self._runs[stage]
-            run.batch.wanted -= 1
-            if not run.batch.wanted and run.batch.transfer is not None:
-                run.batch.transfer.cancel()
+            run.batch.leave(run)
 
     def forget(self, unwanted: Callable[[PartRef], bool]) -> None:
         """Those are being deleted: what is under way is not found in Valkey afterwards."""
@@ -201,13 +205,13 @@ class Stager:
     def _run(self, stage: Stage, buffer: Buffer) -> _Run:
         held = stage.held
         name = held.disk or held.objects or stage.ref
-        return _Run(stage, buffer, name, held.disk is not None, _Batch(0))
+        return _Run(stage, buffer, name, held.disk is not None, _Batch())
 
     def _read(self, runs: Sequence[_Run]) -> None:
         """All from one tier, with one deadline."""
         first = runs[0]
         tier = self._below.disk if first.from_disk else self._below.objects
-        batch = _Batch(len(runs))
+        batch = _Batch(set(runs))
         for run in runs:
             run.batch = batch
         if tier is None:
@@ -221,6 +225,7 @@ class Stager:
         )
 
     def _came(self, run: _Run, result: FetchResult) -> None:
+        run.batch.leave(run)
         if run.stage.removed:
             self._finish(run, Outcome.MISS)
         elif result.outcome is Outcome.OK:
@@ -245,7 +250,7 @@ class Stager:
         except CorruptError:
             self._finish(run, Outcome.CORRUPT)
             return
-        run.batch = _Batch(1)
+        run.batch = _Batch({run})
         run.batch.transfer = self._valkey.store(
             [StoreItem(stage.ref, run.buffer.memory[: stage.ref.nbytes], checksums, stage.position)],
             deadline=stage.deadline,
