@@ -30,6 +30,7 @@ ranks = st.integers(0, RANKS - 1)
 
 
 @given(st.lists(st.tuples(refs, ranks), max_size=60), st.integers(1, 12), st.integers(100, 1500))
+@settings(deadline=None)
 def test_a_backlog_keeps_the_best_within_its_bounds(
     offers: list[tuple[PartRef, int]], parts: int, nbytes: int
 ) -> None:
@@ -163,7 +164,7 @@ class LineMachine(RuleBasedStateMachine):
 
 
 TestLine = LineMachine.TestCase
-TestLine.settings = settings(max_examples=60, stateful_step_count=40)
+TestLine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_a_part_that_fails_while_others_do_not_is_given_up_and_an_outage_gives_up_nothing() -> None:
@@ -269,7 +270,7 @@ class StageMachine(RuleBasedStateMachine):
 
 
 TestStages = StageMachine.TestCase
-TestStages.settings = settings(max_examples=80, stateful_step_count=40)
+TestStages.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 
 
 def test_the_answers_owed_are_bounded_too() -> None:
@@ -285,6 +286,7 @@ def test_the_answers_owed_are_bounded_too() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from([*Use, None]), st.integers(1, 30 * GRAIN_BYTES)), max_size=60))
+@settings(deadline=None)
 def test_buffers_stay_within_their_bound_and_no_use_takes_anothers_share(
     steps: list[tuple[Use | None, int]],
 ) -> None:
@@ -320,6 +322,7 @@ def test_buffers_stay_within_their_bound_and_no_use_takes_anothers_share(
 
 
 @given(st.lists(st.tuples(some_refs, st.integers(0, 4000)), max_size=20), st.integers(1, 30))
+@settings(deadline=None)
 def test_the_most_reused_are_the_most_used_of_those_kept(
     calls: list[tuple[list[PartRef], int]], limit: int
 ) -> None:
@@ -355,6 +358,7 @@ def test_yesterdays_favourite_gives_way() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 1)), min_size=1, max_size=12))
+@settings(deadline=None)
 def test_a_key_is_seen_used_exactly_when_it_was_used_between_two_passes(
     passes: list[tuple[bool, float]],
 ) -> None:
