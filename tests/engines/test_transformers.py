@@ -74,6 +74,18 @@ def test_a_loaded_prefix_answers_bit_for_bit_as_the_models_own(
     kit.assert_same(kit.answer(model, ids, loaded), kit.answer(model, ids, own))
 
 
+def test_no_more_is_loaded_than_is_allowed(llama: Any, kit: Any, open_cache: Open) -> None:
+    ids, cache = kit.prompt(PROMPT), open_cache(llama)
+    cache.save(ids, kit.own_prefix(llama, ids, 5 * CHUNK))
+    for cap, wanted in ((0, 0), (CHUNK - 1, 0), (2 * CHUNK + 1, 2), (9 * CHUNK, 5), (None, 5)):
+        assert cache.load(ids, max_load_tokens=cap).get_seq_length() == wanted * CHUNK
+    loaded, own = cache.load(ids, max_load_tokens=2 * CHUNK), kit.own_prefix(llama, ids, 2 * CHUNK)
+    kit.assert_same(kit.answer(llama, ids, loaded), kit.answer(llama, ids, own))
+    for nonsense in (-1, 1.0, "8", True):
+        with pytest.raises(RefusedError, match="max_load_tokens"):
+            cache.load(ids, max_load_tokens=nonsense)
+
+
 def test_what_generate_computed_serves_the_next_turn(model: Any, kit: Any, open_cache: Open) -> None:
     import torch
 

@@ -70,6 +70,12 @@ def has_holes(attention_mask: Any, *, at_least: int, at_most: int) -> bool:
     return not bool(mask.all())
 
 
+def check_cap(tokens: Any) -> None:
+    """RefusedError for what is no number of tokens."""
+    if tokens is not None and (type(tokens) is not int or tokens < 0):
+        raise RefusedError(f"max_load_tokens={tokens!r}: give a whole number from 0 up, or leave it out")
+
+
 def check_cache(cache: Any) -> None:
     """RefusedError for what is no cache of transformers."""
     if not isinstance(cache, Cache):

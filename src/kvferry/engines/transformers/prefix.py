@@ -20,7 +20,13 @@ from kvferry.client.store import PrefixStore, StoreStatistics
 from kvferry.config import client_group, client_token, default_socket_path
 from kvferry.engines.settings import DEFAULT_DOMAIN
 from kvferry.engines.transformers import states
-from kvferry.engines.transformers.arguments import check_cache, check_options, has_holes, token_ids_of
+from kvferry.engines.transformers.arguments import (
+    check_cache,
+    check_cap,
+    check_options,
+    has_holes,
+    token_ids_of,
+)
 from kvferry.engines.transformers.form import form_of
 from kvferry.engines.transformers.identity import (
     attention_of,
@@ -159,22 +165,27 @@ class PrefixCache:
         into: StaticCache | None = None,
         attention_mask: Any = None,
         salt: str | None = None,
+        max_load_tokens: int | None = None,
     ) -> Cache:
         """What to give to ``generate`` as past_key_values: the longest prefix found, or an empty cache.
 
         input_ids: one sequence, [tokens] or [1, tokens]. into: an unused StaticCache to fill, instead of a
         new DynamicCache. attention_mask: of the prompt; one with holes is not served. salt: keeps prefixes
-        apart that have different ones, as those of different users.
+        apart that have different ones, as those of different users. max_load_tokens: at most so many are
+        loaded, in whole chunks; 0 loads nothing.
 
         A lost node costs an empty cache. Raises RefusedError for arguments that cannot be used.
         """
         token_ids = token_ids_of(input_ids)
+        check_cap(max_load_tokens)
         cache = states.empty_cache(self._model.config) if into is None else states.unused(into)
         tokens = 0
         holes = has_holes(attention_mask, at_least=len(token_ids), at_most=len(token_ids))
         self._origins.remember(cache, token_ids)
         if not (self._takes_no_part(token_ids) or self._is_padded(holes)):
             most = min(len(token_ids), states.room(cache)) - 1
+            if max_load_tokens is not None:
+                most = min(most, max_load_tokens)
             with torch.no_grad():
                 tokens = self._fill(cache, self._digests(token_ids[: max(0, most)], salt))
         with self._lock:
