@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.keeper.rig import prompt
@@ -164,7 +164,9 @@ class LineMachine(RuleBasedStateMachine):
 
 
 TestLine = LineMachine.TestCase
-TestLine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestLine.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 def test_a_part_that_fails_while_others_do_not_is_given_up_and_an_outage_gives_up_nothing() -> None:
@@ -270,7 +272,9 @@ class StageMachine(RuleBasedStateMachine):
 
 
 TestStages = StageMachine.TestCase
-TestStages.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestStages.settings = settings(
+    max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 def test_the_answers_owed_are_bounded_too() -> None:
