@@ -3,15 +3,16 @@
 import errno
 
 import pytest
-from tests.tiers.disk_log import REFS, Disk
+from tests.tiers.disk_log import BYTES, REFS, Disk
 from tests.tiers.disks import check
 
+from kvferry.errors import CorruptError
 from kvferry.identity.names import PartRef
 from kvferry.tiers.breaker import SILENCE
 from kvferry.tiers.disk.format import (
     BLOCK_BYTES,
 )
-from kvferry.tiers.disk.places import Place
+from kvferry.tiers.disk.places import Place, Reservation
 from kvferry.tiers.disk.work import Removal
 
 
@@ -112,3 +113,20 @@ def test_a_copy_that_a_crash_cut_off_does_not_hide_what_it_was_made_from(torn: i
     last = Disk.recovered(again.files)
     assert last.held() >= {REFS[n] for n in (3, 0, 5, 8)}
     assert last.fetch(3)
+
+
+def test_a_gap_that_a_cut_file_cannot_be_marked_in_does_not_hold_its_segment() -> None:
+    disk = Disk.empty()
+    disk.store(0)
+    first, second = disk.log.reserve(REFS[2]), disk.log.reserve(REFS[5])
+    assert isinstance(first, Reservation)
+    assert isinstance(second, Reservation)
+    disk.records.write(second, BYTES[5], ())
+    disk.log.commit(second)
+    disk.log.abandon(first, again=True)
+    assert disk.log.pinned == 0
+    disk.files.write = lambda number, buffers, offset: 0  # type: ignore[method-assign]
+    with pytest.raises(CorruptError):
+        disk.janitor._fill(first.place.segment)
+    assert disk.log.pinned == 0
+    check(disk.log)

@@ -1,6 +1,8 @@
 """Parts of a disk tier forgotten by namespace or age: at once, for good, and nothing else with them."""
 
 import errno
+import logging
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,13 +13,16 @@ from tests.tiers.disks import DiskStore, check, found_right
 from kvferry.identity.names import PartRef
 from kvferry.testing.expectations import eventually
 from kvferry.testing.tier_calls import Results, fetch_all, probe_all, some_bytes, some_ref, store_all
-from kvferry.tiers.contract import Droppable, Dropped, Outcome
+from kvferry.tiers.contract import Droppable, Dropped, Outcome, StoreItem
+from kvferry.tiers.disk.format import BLOCK_BYTES
+from kvferry.tiers.disk.places import State
 from kvferry.tiers.disk.settings import DiskSettings
 from kvferry.tiers.disk.tier import DiskTier
 
 MIB = 1 << 20
 ONE, OTHER = b"namespace number", b"another of them."
 HOUR_S = 3600.0
+JANITOR = "kvferry-disk-janitor"
 
 
 @pytest.fixture
@@ -189,3 +194,85 @@ def test_while_parts_come_and_go_a_drop_leaves_nothing_that_was_there_before(tie
         assert results.wait(deadline - time.monotonic())[0].parts == 4
         assert probe_all(tier, hot) == [Outcome.MISS] * 4
         check(tier._books.log)
+
+
+def test_a_drop_while_its_segment_is_being_evicted_is_no_trouble_of_the_disk(
+    store: DiskStore, tier: DiskTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The segment leaves for the drop while what is used in it is being read to be carried over."""
+    hot = [named(ONE, n) for n in range(8)]
+    keep(tier, hot)
+    tier.touch(hot)
+    began, go_on = threading.Event(), threading.Event()
+
+    def judge(kind: str, number: int, offset: int, nbytes: int) -> int:
+        if kind == "read" and nbytes > BLOCK_BYTES and threading.current_thread().name == JANITOR:
+            began.set()
+            go_on.wait()
+        return 0
+
+    store.troubles.judge = judge
+    ended: list[Dropped] = []
+    stored: list[Outcome] = []
+    try:
+        for n in range(1, 200):  # the last one may have to wait for the eviction
+            ref = named(OTHER, 100 + n)
+            item = StoreItem(ref, some_bytes(ref.nbytes, n), ())
+            tier.store(
+                [item], deadline=time.monotonic() + 600.0, done=lambda _, outcome: stored.append(outcome)
+            )
+            eventually(lambda n=n: began.is_set() or len(stored) == n, "a store, or the eviction")  # type: ignore[misc]
+            if began.is_set():
+                break
+        assert began.is_set()
+        tier.drop(namespace=ONE, done=ended.append)
+    finally:
+        go_on.set()
+    with caplog.at_level(logging.ERROR):
+        eventually(lambda: ended == [Dropped(8, 8 * 500_000)], "the end of the drop")
+        eventually(lambda: len(stored) == n, "the last store")
+        keep(tier, [named(OTHER, n) for n in range(300, 340)])
+    assert set(stored) == {Outcome.OK}
+    assert tier.statistics().state == "up"
+    assert tier._books.breaker.opened == 0
+    assert not caplog.records
+    check(tier._books.log)
+
+
+def test_what_is_being_written_beside_what_is_dropped_is_kept(store: DiskStore, tier: DiskTier) -> None:
+    """Though its segment is sealed, and holds nothing but what is dropped so far."""
+    log = tier._books.log
+    keep(tier, [named(ONE, 0)])
+    slow = named(OTHER, 50)
+    number = store.place(named(ONE, 0)).segment
+    at = number, log._segments[number].end
+    began, go_on = threading.Event(), threading.Event()
+
+    def judge(kind: str, segment: int, offset: int, nbytes: int) -> int:
+        if kind == "write" and (segment, offset) == at:
+            began.set()
+            go_on.wait()
+        return 0
+
+    store.troubles.judge = judge
+    results = Results(1)
+    try:
+        data = some_bytes(slow.nbytes, int.from_bytes(slow.key.chunk[:4], "big"))
+        item = StoreItem(slow, data, ())
+        tier.store([item], deadline=time.monotonic() + 600.0, done=results.done)
+        eventually(began.is_set, "the write")
+        keep(tier, [named(ONE, n) for n in range(1, 12)])
+        assert log._segments[number].state is State.SEALED
+        ended: list[Dropped] = []
+        tier.drop(namespace=ONE, done=ended.append)
+    finally:
+        go_on.set()
+    assert results.wait() == [Outcome.OK]
+    assert is_right(tier, slow)
+    eventually(lambda: ended == [Dropped(12, 12 * 500_000)], "the end of the drop")
+    check(log)
+    tier.close()
+    again = store.open()
+    assert is_right(again, slow)
+    assert probe_all(again, [named(ONE, n) for n in range(12)]) == [Outcome.MISS] * 12
+    again.close()

@@ -54,7 +54,7 @@ class SegmentLog:
         self._segments: dict[int, Segment] = {}
         self._active: Segment | None = None
         self._leaving: set[int] = set()
-        self._writing: set[PartRef] = set()
+        self._writing: dict[PartRef, int] = {}  # and into which segment
         self._doomed: set[PartRef] = set()
         self._kept_free = 0  # bytes of the active segment, for what is carried over next
         self._clock = 0
@@ -124,14 +124,14 @@ class SegmentLog:
         active.link = next_link(before, generation=place.generation, offset=place.offset, ref=ref)
         active.end += nbytes
         active.pins += 1
-        self._writing.add(ref)
+        self._writing[ref] = active.number
         return Reservation(ref, place, active.link, before, used_at)
 
     def commit(self, reservation: Reservation) -> list[Place]:
         """It is written: from now on it is found. Returns what is to be marked removed, pinned."""
         ref, place = reservation.ref, reservation.place
         segment = self._segments[place.segment]
-        self._writing.discard(ref)
+        self._writing.pop(ref, None)
         if ref in self._doomed:
             self._doomed.discard(ref)
             return [place]  # and the pin goes on
@@ -149,7 +149,7 @@ class SegmentLog:
     def abandon(self, reservation: Reservation, *, again: bool) -> None:
         """It could not be written. again: its place can be, when there is room; until that or a mark is
         written there, what follows it would not be found again. If not, its segment is sealed."""
-        self._writing.discard(reservation.ref)
+        self._writing.pop(reservation.ref, None)
         self._doomed.discard(reservation.ref)
         self.not_filled(reservation, again=again)
 
@@ -164,12 +164,17 @@ class SegmentLog:
         return True, self._pinned_places(record)
 
     def drop(self, number: int, wanted: Callable[[PartRef, Record], bool]) -> Gone:
-        """Remove the wanted parts of a segment; it leaves as a whole where they are all there is."""
+        """Remove the wanted parts of a segment; it leaves whole if they are all, and no write is to stay."""
         segment = self._segments.get(number, Segment(number))
         gone = [ref for ref in segment.refs if wanted(ref, self.records[ref])]
         if not gone:
             return Gone(0, 0, [])
-        if len(gone) == len(segment.refs) and (segment is not self._active or not segment.pins):
+        staying = any(n == number and ref not in self._doomed for ref, n in self._writing.items())
+        if (
+            len(gone) == len(segment.refs)
+            and not staying
+            and (segment is not self._active or not segment.pins)
+        ):
             self._seal(segment)
             self._leave(segment)
         segment.refs.difference_update(gone)
@@ -252,13 +257,15 @@ class SegmentLog:
             record.used = 0
 
     def vacate(self, number: int) -> int:
-        """What is left in it is not found any more. Returns how many parts that were."""
+        """What is left in it is not found any more. Returns how many parts: none if a drop made it leave."""
         segment = self._segments[number]
+        self._kept_free = 0
+        if segment.state is State.LEAVING:
+            return 0
         if segment.state is not State.SEALED:
             raise BrokenError(f"segment {number} is {segment.state.value} and cannot leave")
         for ref in segment.refs:
             del self.records[ref]
-        self._kept_free = 0
         gone = len(segment.refs)
         segment.refs.clear()
         self._leave(segment)

@@ -241,9 +241,9 @@ class Janitor:
             return
         try:
             self._records.write_void(gap)
-        except OSError as error:
+        except (OSError, CorruptError) as error:
             with books.lock:
-                books.log.not_filled(gap, again=is_full(error))
+                books.log.not_filled(gap, again=isinstance(error, OSError) and is_full(error))
             raise
         with books.lock:
             books.log.filled(gap)
