@@ -11,17 +11,22 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.node.conftest import make_engine
 from tests.node.fleet import NAMESPACE, PART_BYTES, Engine, at_rest, digests, eventually, fill_tier, settings
+from tests.node.machine_keepers import ScriptedKeepers
+from tests.node.machine_tier import ScriptedTier, Value
 
 from kvferry.client.admin import AdminClient
 from kvferry.client.messages import Reason, Report
 from kvferry.errors import RefusedError
-from kvferry.identity.names import DIGEST_BYTES
+from kvferry.identity.names import DIGEST_BYTES, PartKey
+from kvferry.keeper.wire import Where
+from kvferry.node import search
 from kvferry.node.ages import MAX_STEPS, Ages
 from kvferry.node.node import Node
 from kvferry.node.prompts import Prompts
 from kvferry.testing.memory_tier import MemoryTier
-from kvferry.tiers.contract import FetchItem, FetchResult
+from kvferry.tiers.contract import FetchItem, FetchResult, Outcome
 
 SPACE = NAMESPACE.namespace
 
@@ -54,8 +59,19 @@ def test_the_chunks_of_a_request_are_known_by_its_id_or_the_beginning_of_it(
 def test_of_a_request_that_asked_for_nothing_the_node_says_so(engine: Engine, admin: AdminClient) -> None:
     engine.scheduler.report(Report(request_id="short"))
     eventually(lambda: admin.explain("short"), "reported")
+    engine.lookup([], "empty")
+    for request_id in ("short", "empty"):
+        with pytest.raises(RefusedError, match="no chunks are known"):
+            admin.prompt(request_id)
+
+
+def test_a_request_that_is_refused_for_its_size_is_not_remembered(
+    engine: Engine, admin: AdminClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "MAX_PENDING_CHUNKS_PER_CONNECTION", 10)
+    assert engine.lookup(digests(11), "too many").reason is Reason.LIMIT
     with pytest.raises(RefusedError, match="no chunks are known"):
-        admin.prompt("short")
+        admin.prompt("too many")
 
 
 def test_dropping_a_prompt_leaves_the_rest(node: Node, engine: Engine, admin: AdminClient) -> None:
@@ -201,6 +217,27 @@ def test_what_is_fetched_does_not_evict_what_was_fetched_before(
     assert node.statistics().catalogue.evicted_parts == 0
 
 
+def test_a_part_that_is_fetched_and_wrong_is_removed_below_the_tier_too(
+    tmp_path: Path, stack: ExitStack, tier: MemoryTier
+) -> None:
+    keepers = ScriptedKeepers(ScriptedTier())
+    node = Node(settings(tmp_path), tier=tier, keepers=keepers)
+    stack.callback(node.close)
+    node.start()
+    make_engine(node.settings.socket_path, stack)
+    admin = stack.enter_context(AdminClient(node.settings.socket_path))
+    chunks = digests(2)
+    keys = [PartKey(SPACE, chunk, 0) for chunk in chunks]
+    fill_tier(tier, chunks)
+    tier.fail(keys[0], Outcome.CORRUPT)
+    for key in keys:
+        keepers.values[key] = Value(key, b"", ()), Where.DISK
+    said = admin.fetch(SPACE, b"".join(chunks), (0,) * 2, within_s=30.0)
+    assert (said["fetched_parts"], said["failed"]) == (1, {"corrupt": 1})
+    assert list(keepers.values) == keys[1:]
+    at_rest(node)
+
+
 class HeldFetches(MemoryTier):
     """Its first fetch begins when the test says so."""
 
@@ -260,14 +297,21 @@ def test_a_fetch_of_what_there_cannot_be_is_refused(engine: Engine, admin: Admin
         admin.fetch(b"?" * 16, bytes(DIGEST_BYTES), (0,), within_s=1.0)
 
 
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), max_size=60), st.integers(1, 50))
-def test_prompts_remember_the_newest_within_their_bound(asked: list[tuple[int, int]], most: int) -> None:
-    prompts = Prompts(most)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 40)), max_size=60),
+    st.integers(1, 50),
+    st.integers(1, 12),
+)
+def test_prompts_remember_the_newest_within_their_bounds(
+    asked: list[tuple[int, int]], most: int, most_prompts: int
+) -> None:
+    prompts = Prompts(most, most_prompts)
     for name, chunks in asked:
         prompts.remember(f"r{name}", SPACE, bytes(DIGEST_BYTES * chunks))
         held = [prompt for number in range(10) if (prompt := prompts.get(f"r{number}")) is not None]
         assert sum(len(prompt.digests) for prompt in held) <= most * DIGEST_BYTES
-        assert len(held) == len(prompts)
-        if chunks <= most:
-            newest = prompts.get(f"r{name}")
+        assert len(held) == len(prompts) <= most_prompts
+        assert all(prompt.digests for prompt in held)
+        newest = prompts.get(f"r{name}")
+        if 0 < chunks <= most:
             assert newest is None or len(newest.digests) >= chunks * DIGEST_BYTES

@@ -57,7 +57,6 @@ class Lookups:
         state = self._state
         state.counters.lookups += 1
         prompt = split_digests(asked.chunks)
-        state.prompts.remember(asked.request_id, space.namespace, asked.chunks)
         wanted = prompt[asked.first_chunk :]
         search = Search(connection, space, wanted, len(prompt), state.loop.clock())
         lookup = _Pending(asked, prompt, search, next(state.owners))
@@ -70,6 +69,7 @@ class Lookups:
             state.counters.failed[Reason.LIMIT.value] += 1
             self._answer_none(lookup, Reason.LIMIT)
             return
+        state.prompts.remember(asked.request_id, space.namespace, asked.chunks)
         self._searches.in_memory(search)
         state.catalogue.touch(space.namespace, prompt[: asked.first_chunk + search.memory])
         self._pin(lookup, search.memory)

@@ -119,6 +119,8 @@ class Prefetches:
             said.fetched_bytes += ref.nbytes
         else:
             self._state.catalogue.abandon(ref.key, self._owner)
+            if result.outcome is Outcome.CORRUPT and self._state.keepers is not None:
+                self._state.keepers.remove([ref])  # the tier has done so
             missed = result.outcome is Outcome.MISS
             said.failed[(Reason.ABSENT if missed else REASONS[result.outcome]).value] += 1
         self._loads.room_changed()
