@@ -15,7 +15,7 @@ from kvferry.keeper.below import NOWHERE
 from kvferry.keeper.buffers import GRAIN_BYTES, Buffer, Buffers, Use
 from kvferry.keeper.deletion import GRACE_S, Drops
 from kvferry.keeper.keeping import Line, Task
-from kvferry.keeper.reuse import HALF_LIFE_S, ReuseTable
+from kvferry.keeper.reuse import HALF_LIFE_S, ReuseTable, most_used
 from kvferry.keeper.sightings import SLACK_S, Sightings
 from kvferry.keeper.staging import Request, Stage, StageTable
 from kvferry.tiers.contract import Outcome
@@ -44,6 +44,7 @@ def test_a_backlog_keeps_the_best_within_its_bounds(
         offered[ref] = min(rank, offered.get(ref, RANKS))
         assert len(backlog) <= parts
         assert backlog.nbytes == sum(wanted.ref.nbytes for wanted in backlog) <= nbytes
+        assert backlog.oldest_since() == min(wanted.since for wanted in backlog)
     kept = {wanted.ref: wanted.rank for wanted in backlog}
     assert all(offered[ref] == rank for ref, rank in kept.items())
     taken: list[int] = []
@@ -130,6 +131,15 @@ class LineMachine(RuleBasedStateMachine):
         before = self.line.parts
         self.line.forget(gone.__contains__)
         self.wished -= before - self.line.parts
+        assert all(task.removed for task in self.tasks if task.ref in gone)
+
+    @rule(gone=st.sets(refs))
+    def forget_named(self, gone: set[PartRef]) -> None:
+        left = {ref for ref in REFS if self.line.knows(ref)} - (gone - {task.ref for task in self.tasks})
+        before = self.line.parts
+        self.line.forget_named({ref.key for ref in gone})
+        self.wished -= before - self.line.parts
+        assert {ref for ref in REFS if self.line.knows(ref)} == left
         assert all(task.removed for task in self.tasks if task.ref in gone)
 
     @invariant()
@@ -340,12 +350,12 @@ def test_the_most_reused_are_the_most_used_of_those_kept(
         uses.update(call)
         last.update(dict.fromkeys(call, now))
     assert len(table) == min(limit, len(uses))
-    found = table.most(within_s=5000, max_bytes=1 << 40, namespace=None, now=now)
+    found = most_used(table.all(), within_s=5000, max_bytes=1 << 40, namespace=None, now=now)
     assert len(found) == len(set(found)) <= limit
     assert all(now - last[ref] <= 5000 for ref in found)
     if limit >= len(uses):
         assert set(found) == {ref for ref in uses if now - last[ref] <= 5000}
-    assert table.most(within_s=5000, max_bytes=350, namespace=None, now=now) == found[:3]
+    assert most_used(table.all(), within_s=5000, max_bytes=350, namespace=None, now=now) == found[:3]
 
 
 def test_yesterdays_favourite_gives_way() -> None:
@@ -353,7 +363,8 @@ def test_yesterdays_favourite_gives_way() -> None:
     old, new = REFS[:2]
     table.used([old] * 3, 0.0)
     table.used([new] * 2, 2 * HALF_LIFE_S)
-    assert table.most(within_s=1e9, max_bytes=1000, namespace=None, now=2 * HALF_LIFE_S) == [new, old]
+    found = most_used(table.all(), within_s=1e9, max_bytes=1000, namespace=None, now=2 * HALF_LIFE_S)
+    assert found == [new, old]
     table.forget([new])
     table.forget_namespace(b"other" * 3 + b"!")
     assert len(table) == 1

@@ -4,16 +4,19 @@ Ranks, best first: what was used again, then what is likely to be; within both h
 since a tail is worth nothing without its head. When it is full, the worst go.
 """
 
+import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from kvferry.identity.names import PartRef
+from kvferry.identity.names import PartKey, PartRef
+from kvferry.keeper.bykey import ByKey
 
 DEPTHS = 16
 """Positions count by their powers of two: 0, 1, 2-3, 4-7, ..."""
 RANKS = 2 * DEPTHS
 UNKNOWN_POSITION = 64
+MIN_AGES = 1024
 
 
 def rank_of(position: int, *, used: bool) -> int:
@@ -46,6 +49,8 @@ class Backlog:
         self._max_bytes = max_bytes
         self._ranks: list[OrderedDict[PartRef, Wanted]] = [OrderedDict() for _ in range(RANKS)]
         self._where: dict[PartRef, int] = {}
+        self._keys = ByKey()
+        self._ages: list[tuple[float, PartRef]] = []  # a heap; some have left, which shows at its top
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -60,7 +65,11 @@ class Backlog:
 
     def oldest_since(self) -> float | None:
         """Monotonic time of the oldest wish; None when there is none."""
-        return min((wanted.since for wanted in self), default=None)
+        while self._ages:
+            if self._waits_since(*self._ages[0]):
+                return self._ages[0][0]
+            heapq.heappop(self._ages)
+        return None
 
     def offer(self, wanted: Wanted) -> list[Wanted]:
         """Queue it, or take over a better rank; returns what was dropped for it, which may be itself."""
@@ -72,6 +81,7 @@ class Backlog:
                 self._enter(earlier._replace(rank=wanted.rank))
             return []
         self._enter(wanted)
+        self._remember(wanted)
         dropped: list[Wanted] = []
         while len(self._where) > self._max_parts or self.nbytes > self._max_bytes:
             dropped.append(self._leave(self._worst()))
@@ -89,11 +99,28 @@ class Backlog:
         return self._leave(ref)
 
     def discard(self, unwanted: Callable[[PartRef], bool]) -> int:
-        """Take out all of which that holds; how many that were."""
-        going = [ref for ref in self._where if unwanted(ref)]
+        """Take out all of which that holds; how many that were. Looks at every one."""
+        return self._discard([ref for ref in self._where if unwanted(ref)])
+
+    def discard_named(self, keys: Iterable[PartKey]) -> int:
+        """Take out those; how many that were. Looks at no other."""
+        return self._discard(self._keys.of(keys))
+
+    def _discard(self, going: Sequence[PartRef]) -> int:
         for ref in going:
             self._leave(ref)
         return len(going)
+
+    def _remember(self, wanted: Wanted) -> None:
+        if len(self._ages) > 2 * len(self._where) + MIN_AGES:
+            self._ages = [(each.since, each.ref) for each in self]
+            heapq.heapify(self._ages)
+        else:
+            heapq.heappush(self._ages, (wanted.since, wanted.ref))
+
+    def _waits_since(self, since: float, ref: PartRef) -> bool:
+        rank = self._where.get(ref)
+        return rank is not None and self._ranks[rank][ref].since == since
 
     def _worst(self) -> PartRef:
         for rank in reversed(self._ranks):
@@ -104,9 +131,11 @@ class Backlog:
     def _enter(self, wanted: Wanted) -> None:
         self._ranks[wanted.rank][wanted.ref] = wanted
         self._where[wanted.ref] = wanted.rank
+        self._keys.add(wanted.ref)
         self.nbytes += wanted.ref.nbytes
 
     def _leave(self, ref: PartRef) -> Wanted:
         wanted = self._ranks[self._where.pop(ref)].pop(ref)
+        self._keys.discard(ref)
         self.nbytes -= ref.nbytes
         return wanted

@@ -114,8 +114,12 @@ class Buffers:
             self._mapped_bytes -= self._idle.pop(0).nbytes
         if self._mapped_bytes + size > self.limit_bytes:
             return None
+        try:
+            memory = _map(size)
+        except (OSError, MemoryError):  # the host has none now: as if others had it all
+            return None
         self._mapped_bytes += size
-        return Buffer(_map(size), None)
+        return Buffer(memory, None)
 
 
 def _rounded(nbytes: int) -> int:

@@ -4,11 +4,11 @@ A part read from Valkey is written to the disk, and to objects from the same mem
 otherwise objects get it later, from the disk.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvferry.identity.names import PartRef
+from kvferry.identity.names import PartKey, PartRef
 from kvferry.keeper.backlog import Backlog, positions_in, rank_of
 from kvferry.keeper.below import NOWHERE, Ask, Below, Held
 from kvferry.keeper.buffers import Buffer, Buffers, Use
@@ -87,6 +87,13 @@ class Copies:
         if tier in (None, "objects"):
             self._flush_line.forget(unwanted)
 
+    def forget_named(self, keys: Collection[PartKey], *, tier: str | None = None) -> None:
+        """The same of the parts with these keys."""
+        if tier in (None, "disk"):
+            self._keep_line.forget_named(keys)
+        if tier in (None, "objects"):
+            self._flush_line.forget_named(keys)
+
     def close(self) -> None:
         """Begin nothing any more."""
         self._closed = True
@@ -147,7 +154,12 @@ class Copies:
             return buffer is not None
 
         now = self._loop.clock()
-        tasks = line.take(now, waited_for=waited_for, reserve=reserve)
+        try:
+            tasks = line.take(now, waited_for=waited_for, reserve=reserve)
+        except BaseException:
+            for copy in copies:
+                self._release(copy)
+            raise
         if not tasks:
             return
         batch = list(zip(tasks, copies, strict=True))

@@ -76,11 +76,17 @@ class Deletion:
         self._copies = copies
         self._stager = stager
         self._scanner = scanner
+        self._lock = threading.Lock()
+        self._removals: list[tuple[Sequence[PartRef], Callable[[], None]]] = []  # that the next turn does
 
     def remove(self, refs: Sequence[PartRef], done: Callable[[], None]) -> None:
         """In every tier; ``done`` when none has them any more, as far as the tiers know."""
-        if not self._post(partial(self._remove_now, refs, done)):
-            done()
+        with self._lock:
+            self._removals.append((refs, done))
+            if len(self._removals) > 1:
+                return  # who came first has asked for a turn
+        if not self._post(self._remove_now):
+            self._take_removals()[1]()
 
     def drop_parts(self, tier: str, refs: Sequence[PartRef], done: Callable[[Dropped], None]) -> None:
         """In one tier. Raises RefusedError for a tier that this keeper does not have."""
@@ -139,8 +145,11 @@ class Deletion:
     def _drop_parts_now(
         self, tier: str, target: Tier, refs: Sequence[PartRef], done: Callable[[Dropped], None]
     ) -> None:
-        going = frozenset(refs)
-        self._forget_now(tier, going.__contains__)
+        keys = frozenset(ref.key for ref in refs)
+        if tier == "valkey":
+            self._stager.forget_named(keys)
+        else:
+            self._copies.forget_named(keys, tier=tier)
         names = refs if tier == "valkey" else self._names(refs)
 
         def ended(outcomes: Sequence[Outcome]) -> None:
@@ -150,10 +159,22 @@ class Deletion:
 
         target.remove(names, done=ended)
 
-    def _remove_now(self, refs: Sequence[PartRef], done: Callable[[], None]) -> None:
-        going = frozenset(ref.key for ref in refs)
-        self._copies.forget(lambda ref: ref.key in going)
-        self._stager.forget(lambda ref: ref.key in going)
+    def _take_removals(self) -> tuple[list[PartRef], Callable[[], None]]:
+        """All that was asked for meanwhile, as one."""
+        with self._lock:
+            taken, self._removals = self._removals, []
+
+        def done() -> None:
+            for _, each in taken:
+                each()
+
+        return list(dict.fromkeys(ref for refs, _ in taken for ref in refs)), done
+
+    def _remove_now(self) -> None:
+        refs, done = self._take_removals()
+        keys = frozenset(ref.key for ref in refs)
+        self._copies.forget_named(keys)
+        self._stager.forget_named(keys)
         lower = (self._below.objects, self._below.disk)
         targets: list[tuple[Tier, Sequence[PartRef]]] = [
             (tier, self._names(refs)) for tier in lower if tier is not None

@@ -20,7 +20,7 @@ from kvferry.keeper.deletion import Deletion, Drops
 from kvferry.keeper.forms import Form, Plain
 from kvferry.keeper.limits import Limits
 from kvferry.keeper.remembered import load, save
-from kvferry.keeper.reuse import ReuseTable
+from kvferry.keeper.reuse import ReuseTable, most_used
 from kvferry.keeper.scan import Scanner, ScanSettings
 from kvferry.keeper.stager import Done, Stager
 from kvferry.keeper.staging import Request
@@ -34,6 +34,8 @@ log = logging.getLogger("kvferry.keeper")
 
 ANSWER_S = 2.0
 """How long a snapshot waits for the keeper's thread."""
+MAX_TOLD_PARTS = 1 << 17
+"""Of one kind of message, until they are dealt with: what nodes tell beyond that is dropped."""
 
 
 class Keeper:
@@ -84,6 +86,7 @@ class Keeper:
         self._lock = threading.Lock()  # of the table of uses and the counters
         self._located: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
+        self._waiting: Counter[str] = Counter()  # parts told of and not dealt with, by kind
         self._gate = threading.Lock()  # what was posted before the end is done before the end
         self._closed = False
         self._ending = threading.Event()
@@ -111,10 +114,11 @@ class Keeper:
         with self._lock:
             self._told["stored"] += len(refs)
             self._told["likely"] += sum(likely)
-        if any(likely):
+        if any(likely) and self._admit("stored", len(refs)):
             self._post(partial(self._stored, refs, positions, likely))
 
     def _stored(self, refs: Sequence[PartRef], positions: Sequence[int], likely: Sequence[bool]) -> None:
+        self._dealt_with("stored", len(refs))
         going = self._drops.among(refs)
         wanted = [each and ref not in going for ref, each in zip(refs, likely, strict=True)]
         self._copies.stored(refs, positions, wanted)
@@ -130,6 +134,9 @@ class Keeper:
         self._used(refs)
 
     def _used(self, refs: Sequence[PartRef]) -> None:
+        if not self._admit("used", len(refs)):
+            return
+        count = len(refs)
         going = self._drops.among(refs)
         if going:
             refs = [ref for ref in refs if ref not in going]
@@ -137,13 +144,26 @@ class Keeper:
             self._reuse.used(refs, self._loop.clock())
 
         def looked(held: Sequence[Held]) -> None:
-            self._post(partial(self._used_and_looked, refs, held))
+            self._post(partial(self._used_and_looked, refs, held, count))
 
         self._below.look(refs, deadline=self._loop.clock() + self._limits.ask_s, done=looked, ask=Ask.BOTH)
 
-    def _used_and_looked(self, refs: Sequence[PartRef], held: Sequence[Held]) -> None:
+    def _used_and_looked(self, refs: Sequence[PartRef], held: Sequence[Held], count: int) -> None:
+        self._dealt_with("used", count)
         going = self._drops.among(refs)
         self._copies.used(refs, [DELETED if ref in going else at for ref, at in zip(refs, held, strict=True)])
+
+    def _admit(self, kind: str, parts: int) -> bool:
+        """Whether so many more may wait; counted as dropped if not."""
+        with self._lock:
+            fits = self._waiting[kind] + parts <= MAX_TOLD_PARTS
+            self._waiting[kind] += parts if fits else 0
+            self._told["dropped"] += 0 if fits else parts
+            return fits
+
+    def _dealt_with(self, kind: str, parts: int) -> None:
+        with self._lock:
+            self._waiting[kind] -= parts
 
     # ---- what they ask
 
@@ -175,11 +195,23 @@ class Keeper:
     # ---- deletion
 
     def remove(self, refs: Sequence[PartRef], *, done: Callable[[], None] | None = None) -> None:
-        """Delete them in every tier; ``done`` when none has them any more, as far as the tiers know."""
+        """Delete them in every tier; ``done`` when none has them any more, as far as the tiers know.
+
+        Beyond MAX_TOLD_PARTS that wait: not at all.
+        """
         with self._lock:
             self._told["removed"] += len(refs)
             self._reuse.forget(refs)
-        self._deletion.remove(refs, done or _nothing)
+        ended = done or _nothing
+        if not self._admit("removed", len(refs)):
+            ended()
+            return
+
+        def removed() -> None:
+            self._dealt_with("removed", len(refs))
+            ended()
+
+        self._deletion.remove(refs, removed)
 
     def drop(
         self,
@@ -208,9 +240,10 @@ class Keeper:
     def most_reused(self, *, within_s: float, max_bytes: int, namespace: bytes | None) -> Sequence[PartRef]:
         """What was used most within so many seconds, of at most so many bytes, most used first."""
         with self._lock:
-            return self._reuse.most(
-                within_s=within_s, max_bytes=max_bytes, namespace=namespace, now=self._loop.clock()
-            )
+            uses = self._reuse.all()
+        return most_used(
+            uses, within_s=within_s, max_bytes=max_bytes, namespace=namespace, now=self._loop.clock()
+        )
 
     def statistics(self) -> KeeperStatistics:
         """A snapshot; waits for the keeper's thread, never for I/O."""
@@ -251,6 +284,7 @@ class Keeper:
                 told_likely_parts=self._told["likely"],
                 told_used_parts=self._told["used"],
                 removed_parts=self._told["removed"],
+                told_dropped_parts=self._told["dropped"],
                 reused_parts=len(self._reuse),
                 buffer_bytes=self._buffers.used_bytes,
                 buffer_limit_bytes=self._buffers.limit_bytes,

@@ -9,11 +9,12 @@ requests wait for stages. Between two batches it rests, so that reading takes a 
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from kvferry.identity.names import PartRef
+from kvferry.identity.names import PartKey, PartRef
 from kvferry.keeper.backlog import Backlog, Wanted
+from kvferry.keeper.bykey import ByKey
 
 MAX_TRIES = 5
 MIN_PAUSE_S = 0.1
@@ -62,6 +63,7 @@ class Line:
         self._share = share
         self._longest_pause_s = pause_s
         self._tasks: dict[PartRef, Task] = {}
+        self._keys = ByKey()  # of the tasks
         self._reading = 0
         self._began = 0.0
         self._rest_until = 0.0
@@ -110,8 +112,7 @@ class Line:
         if ref in self._tasks or self.paused:
             return None
         wanted = self._backlog.take(ref) if ref in self._backlog else Wanted(ref, rank, now)
-        task = self._tasks[ref] = Task(wanted, reading=False)
-        return task
+        return self._begin(Task(wanted, reading=False))
 
     def take(self, now: float, *, waited_for: bool, reserve: Callable[[PartRef], bool]) -> list[Task]:
         """The next batch to read, empty when it is not the time.
@@ -121,17 +122,20 @@ class Line:
         if self._reading or now < self._rest_until or now < self._pause_until:
             return []
         left = self._batch_bytes // WAITED_FOR_DIVISOR if waited_for or self.paused else self._batch_bytes
-        batch: list[Task] = []
-        while len(batch) < MAX_BATCH_PARTS and (wanted := self._backlog.peek()) is not None:
-            left -= wanted.ref.nbytes
-            if (batch and left < 0) or not reserve(wanted.ref):
-                break
-            self._backlog.take(wanted.ref)
-            task = self._tasks[wanted.ref] = Task(wanted)
-            batch.append(task)
-        self._reading = len(batch)
+        chosen: list[Wanted] = []
+        try:
+            while len(chosen) < MAX_BATCH_PARTS and (wanted := self._backlog.peek()) is not None:
+                left -= wanted.ref.nbytes
+                if (chosen and left < 0) or not reserve(wanted.ref):
+                    break
+                chosen.append(self._backlog.take(wanted.ref))
+        except BaseException:
+            for wanted in chosen:
+                self._backlog.offer(wanted)
+            raise
+        self._reading = len(chosen)
         self._began = now
-        return batch
+        return [self._begin(Task(wanted)) for wanted in chosen]
 
     def due_at(self, now: float) -> float | None:
         """When ``take`` may have something that it does not have now; None: when something happens."""
@@ -188,6 +192,18 @@ class Line:
         for ref, task in self._tasks.items():
             task.removed = task.removed or unwanted(ref)
 
+    def forget_named(self, keys: Collection[PartKey]) -> None:
+        """The same of the parts with these keys, whatever else waits."""
+        self._backlog.discard_named(keys)
+        for ref in self._keys.of(keys):
+            self._tasks[ref].removed = True
+
+    def _begin(self, task: Task) -> Task:
+        self._tasks[task.ref] = task
+        self._keys.add(task.ref)
+        return task
+
     def _end(self, task: Task, now: float) -> None:
         self.read(task, now)
         del self._tasks[task.ref]
+        self._keys.discard(task.ref)

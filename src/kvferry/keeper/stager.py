@@ -5,12 +5,12 @@ look below ──► queued ──► reading (buffer) ──► storing in Valk
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvferry.errors import CorruptError
-from kvferry.identity.names import PartRef
+from kvferry.identity.names import PartKey, PartRef
 from kvferry.keeper.backlog import positions_in
 from kvferry.keeper.below import Below, Held
 from kvferry.keeper.buffers import Buffer, Buffers, Use
@@ -142,6 +142,10 @@ class Stager:
     def forget(self, unwanted: Callable[[PartRef], bool]) -> None:
         """Those are being deleted: what is under way is not found in Valkey afterwards."""
         self._table.remove(unwanted)
+
+    def forget_named(self, keys: Iterable[PartKey]) -> None:
+        """The same of the parts with these keys."""
+        self._table.remove_named(keys)
 
     def close(self) -> None:
         """Answer everything; begin nothing any more."""

@@ -11,13 +11,14 @@ answered once per part, by its deadline, whatever is under way for it then.
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvferry.errors import BrokenError
-from kvferry.identity.names import PartRef
+from kvferry.identity.names import PartKey, PartRef
 from kvferry.keeper.below import Held
+from kvferry.keeper.bykey import ByKey
 from kvferry.tiers.contract import Outcome
 
 MAX_WAITERS = 4
@@ -76,6 +77,7 @@ class StageTable:
         self._max_parts = max_parts
         self._waiting = 0
         self._stages: dict[PartRef, Stage] = {}
+        self._keys = ByKey()
         self._queue: list[tuple[float, int, int, int, Waiter]] = []
         self._entries = itertools.count()
         self._numbers = itertools.count(1)
@@ -98,6 +100,11 @@ class StageTable:
         for ref, stage in self._stages.items():
             stage.removed = stage.removed or unwanted(ref)
 
+    def remove_named(self, keys: Iterable[PartKey]) -> None:
+        """The same of the parts with these keys, whatever else is on the way."""
+        for ref in self._keys.of(keys):
+            self._stages[ref].removed = True
+
     def open(self, refs: Sequence[PartRef], deadline: float) -> Request:
         """A request, nothing of which is queued yet."""
         return Request(next(self._numbers), refs, deadline, set(range(len(refs))))
@@ -112,6 +119,7 @@ class StageTable:
             if len(self._stages) >= self._max_parts:
                 return False
             stage = self._stages[ref] = Stage(ref, position, held)
+            self._keys.add(ref)
             self._queued += 1
         stage.waiters.append(Waiter(request, index))
         self._waiting += 1
@@ -160,7 +168,7 @@ class StageTable:
         """It is over. Returns the indexes without an answer, and running stages that nobody wants now."""
         left = sorted(request.open)
         request.open.clear()
-        unwanted: list[Stage] = []
+        unwanted: dict[Stage, None] = {}
         for index in left:
             stage = self._stages.get(request.refs[index])
             if stage is None:
@@ -172,12 +180,12 @@ class StageTable:
                 continue
             if not stage.running:
                 self._forget(stage)
-            elif stage not in unwanted:
+            else:
                 stage.deadline = (
                     -math.inf
                 )  # whoever joins while it is being cancelled waits for another attempt
-                unwanted.append(stage)
-        return left, unwanted
+                unwanted[stage] = None
+        return left, list(unwanted)
 
     def _answer(self, waiter: Waiter) -> bool:
         if waiter.index not in waiter.request.open:
@@ -199,4 +207,5 @@ class StageTable:
 
     def _forget(self, stage: Stage) -> None:
         del self._stages[stage.ref]
+        self._keys.discard(stage.ref)
         self._queued -= 1

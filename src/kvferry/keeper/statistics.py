@@ -63,7 +63,8 @@ class ScanStatistics:
 class KeeperStatistics:
     """keep: to the disk. flush: to objects. None: no such tier. located: parts asked for, by where they were.
 
-    tiers: Valkey first. buffer_bytes: in use now, of buffer_limit_bytes.
+    told_dropped_parts: of what nodes told, because too much waited. tiers: Valkey first. buffer_bytes: in use
+    now, of buffer_limit_bytes.
     """
 
     stages: StageStatistics
@@ -75,6 +76,7 @@ class KeeperStatistics:
     told_likely_parts: int
     told_used_parts: int
     removed_parts: int
+    told_dropped_parts: int
     reused_parts: int
     buffer_bytes: int
     buffer_limit_bytes: int

@@ -103,6 +103,11 @@ KEEPER_METRICS: tuple[Row, ...] = (
     _counter("likely_parts", "Of them, likely to be used again.", lambda keeper: keeper.told_likely_parts),
     _counter("used_parts", "Parts that nodes told of as used.", lambda keeper: keeper.told_used_parts),
     _counter("removed_parts", "Parts deleted in every tier.", lambda keeper: keeper.removed_parts),
+    _counter(
+        "dropped_told_parts",
+        "Of what nodes told, dropped since too much waited.",
+        lambda keeper: keeper.told_dropped_parts,
+    ),
     _by("place", "located_parts", "Parts asked for, by where they were.", lambda keeper: keeper.located),
     _by(
         "tier",
