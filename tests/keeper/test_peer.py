@@ -1,14 +1,16 @@
 """A node's connection to a keeper: who is one, what a silent one costs, what it is told."""
 
+import socket
 import threading
 from collections import Counter
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from tests.keeper.asking import REFS, silenced, soon, staged, status
 from tests.keeper.conftest import Connect, Serve
 from tests.keeper.fleet import FakeKeeping, some_refs
-from tests.keeper.raw import raw_keeper
+from tests.keeper.raw import RawKeeper, raw_keeper
 
 from kvferry.frames import LENGTH
 from kvferry.keeper import client, peer
@@ -32,6 +34,7 @@ from kvferry.keeper.wire import (
 )
 from kvferry.testing.expectations import WAIT_S, eventually
 from kvferry.tiers.contract import Outcome
+from kvferry.tiers.valkey.url import Address
 
 
 @pytest.mark.parametrize(
@@ -258,3 +261,66 @@ def test_what_other_threads_tell_is_bounded_until_it_is_on_its_way(
     assert keepers.statistics().dropped_parts == 3 * len(REFS)
     release.set()
     eventually(lambda: len(keeping.told) == 2, "told")
+
+
+class _NoThread(threading.Thread):
+    """The host has none left."""
+
+    left = 2
+
+    def start(self) -> None:
+        if _NoThread.left:
+            _NoThread.left -= 1
+            raise RuntimeError("can't start new thread")
+        super().start()
+
+
+def test_a_keeper_is_dialled_again_when_no_thread_could_be_had_for_it(
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_NoThread, "left", 2)
+    monkeypatch.setattr(peer, "threading", SimpleNamespace(Thread=_NoThread))
+    connect([serve(FakeKeeping()).address])
+    assert _NoThread.left == 0
+
+
+def test_a_keeper_is_dialled_again_whatever_the_resolver_failed_with(
+    serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dial, failures = peer.connect, [RuntimeError("can't start new thread"), MemoryError()]
+
+    def failing(address: Address, until: float) -> socket.socket:
+        if failures:
+            raise failures.pop()
+        return dial(address, until)
+
+    monkeypatch.setattr(peer, "connect", failing)
+    connect([serve(FakeKeeping()).address])
+    assert not failures
+
+
+def test_a_keeper_that_drops_each_connection_is_tried_ever_later_and_complained_of_once(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(peer, "GOOD_S", 600.0)
+    serve_on, drops = RawKeeper._serve, threading.Event()
+    drops.set()
+
+    def serve_once(keeper: RawKeeper, sock: socket.socket) -> None:
+        if not drops.is_set():
+            serve_on(keeper, sock)
+        elif sock.recv(1 << 16):
+            sock.sendall(encode(Welcome(protocol=PROTOCOL, version="raw", name="raw")))
+
+    monkeypatch.setattr(RawKeeper, "_serve", serve_once)
+    with caplog.at_level("WARNING", "kvferry.keepers"), raw_keeper() as keeper:
+        keepers = connect([keeper.address], up=0)
+        eventually(lambda: status(keepers).connects >= 5, "tried again")
+        found = keepers._peers[0]._breaker
+        eventually(lambda: found._wait_s == found.max_wait_s, "as late as can be")
+        assert len(caplog.records) == 1
+        monkeypatch.setattr(peer, "GOOD_S", 0.05)
+        drops.clear()
+        eventually(lambda: not status(keepers).error, "a good one in the end")
+        assert status(keepers).state == "up"
+        assert len(caplog.records) == 2

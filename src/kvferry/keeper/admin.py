@@ -8,7 +8,7 @@ import json
 import socket
 import ssl
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -65,14 +65,14 @@ class KeeperAdmin:
         self.address = address
         self._frames = FrameBuffer(limit=MAX_HELLO_BYTES)
         self._tickets = 0
-        self._payloads: list[bytes] = []
+        self._payloads: deque[bytes] = deque()
         give_up = time.monotonic() + CONNECT_S
         try:
             sock = connect(address, give_up)
         except OSError as error:
             raise ClosedError(f"keeper {address}: {error.strerror or error}; is it running there?") from error
         try:
-            self._sock = _wrapped(sock, address, access, give_up)
+            sock = self._sock = _wrapped(sock, address, access, give_up)  # a wrapped one takes the other over
             hello = Hello(
                 protocol=PROTOCOL, version=__version__, token=access.token, node="admin", role=Role.ADMIN
             )
@@ -201,10 +201,7 @@ class KeeperAdmin:
 
     def _receive(self, give_up: float) -> FromKeeper:
         """The next message. Raises RetryError when none comes in time."""
-        while not self._payloads:
-            left = give_up - time.monotonic()
-            if left <= 0:
-                raise RetryError(f"keeper {self.address} did not answer in time; is it stopped?")
+        while (left := give_up - time.monotonic()) > 0 and not self._payloads:
             self._sock.settimeout(left)
             try:
                 data = self._sock.recv(READ_BYTES)
@@ -215,7 +212,9 @@ class KeeperAdmin:
             if not data:
                 raise ClosedError(f"keeper {self.address} closed the connection")
             self._payloads += self._frames.feed(data)
-        payload = self._payloads.pop(0)
+        if left <= 0:  # also of one who says ever more of what nobody asked
+            raise RetryError(f"keeper {self.address} did not answer in time; is it stopped?")
+        payload = self._payloads.popleft()
         refusal = refusal_text(payload)
         if refusal is not None:
             raise RefusedError(f"keeper {self.address}: {refusal}")
@@ -262,7 +261,8 @@ class Fleet:
                 except KvferryError as error:
                     errors.append(error)
                 else:
-                    self._keepers[keeper.name] = keeper
+                    taken = keeper.name in self._keepers
+                    self._keepers[f"{keeper.name} at {address}" if taken else keeper.name] = keeper
             if not self._keepers:
                 raise errors[0]
             self._threads = undo.enter_context(ThreadPoolExecutor(len(self._keepers)))

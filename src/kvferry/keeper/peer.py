@@ -40,6 +40,9 @@ IDLE_S = 5.0
 PATIENCE_S = 1.0
 GIVE_UP_S = 5.0
 REFUSED_WAIT_S = 10.0
+GOOD_S = 5.0
+"""A connection that lasts so long was a good one; after others the next is tried later each time."""
+MAX_DOUBLINGS = 16
 MOMENT_S = 2.0
 """A keeper that was up so recently is still told what is its own: it may be restarting."""
 MAX_QUEUED_PARTS = 16384
@@ -104,6 +107,9 @@ class Peer:
         self._silent_at = 0.0
         self._timer: Timer | None = None
         self._greeting: Timer | None = None
+        self._proof: Timer | None = None
+        self._greeted_at = 0.0
+        self._short = 0  # connections in a row that did not last
         self._closed = False
 
     @property
@@ -209,6 +215,7 @@ class Peer:
         now = self._loop.clock()
         if was_up:
             self._lost_at = now
+            self._short = self._short + 1 if now < self._greeted_at + GOOD_S else 0
             self._listener.lost(self)
         self._failed(now)
 
@@ -217,23 +224,32 @@ class Peer:
     def _dial(self) -> None:
         if self._dialling is None and not self._closed:
             name = f"kvferry-dial-{self.address}"
-            self._dialling = threading.Thread(target=self._dialled, name=name, daemon=True)
-            self._dialling.start()
+            thread = threading.Thread(target=self._dialled, name=name, daemon=True)
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError) as error:  # the host has no thread for it now
+                self._undialled(error)
+            else:
+                self._dialling = thread
 
     def _dialled(self) -> None:
         """On a thread of its own: names take as long as the resolver does."""
-        found: socket.socket | OSError
+        found: socket.socket | Exception
         try:
             found = connect(self.address, time.monotonic() + CONNECT_S)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 (top of the thread; without an answer nobody dials again)
             found = error
         self._loop.post(partial(self._connected, found))
 
-    def _connected(self, found: socket.socket | OSError) -> None:
+    def _undialled(self, error: Exception) -> None:
+        why = error.strerror if isinstance(error, OSError) else ""
+        self._complain(f"{self.address}: cannot connect: {why or error or type(error).__name__}")
+        self._failed(self._loop.clock())
+
+    def _connected(self, found: socket.socket | Exception) -> None:
         self._dialling = None
-        if isinstance(found, OSError):
-            self._complain(f"{self.address}: cannot connect: {found.strerror or found}")
-            self._failed(self._loop.clock())
+        if isinstance(found, Exception):
+            self._undialled(found)
             return
         if self._closed:
             found.close()
@@ -269,10 +285,13 @@ class Peer:
         self.name = message.name or str(self.address)
         self.version = message.version
         self.connects += 1
-        self._well()
+        self._greeted_at = self._loop.clock()
+        self._breaker.succeeded()
+        self._said_well()
         self._heard()
         self._stop_timers()
-        self._timer = self._loop.at(self._loop.clock() + IDLE_S, self._idle)
+        self._proof = self._loop.at(self._greeted_at + GOOD_S, self._proven)
+        self._timer = self._loop.at(self._greeted_at + IDLE_S, self._idle)
         while self._queue:
             told, parts = self._queue.popleft()
             self.queued_parts -= parts
@@ -285,7 +304,7 @@ class Peer:
         self._doubted = False
         if self._breaker.is_open:
             self._breaker.succeeded()
-            self._well()
+            self._said_well()
             self._wait_for(self._heard_at + IDLE_S, self._idle)
 
     def _idle(self) -> None:
@@ -315,6 +334,9 @@ class Peer:
             return
         if not self._breaker.failed(SILENCE, now):
             self._breaker.probe_failed(now)
+        if self._link is None:
+            for _ in range(min(self._short, MAX_DOUBLINGS)):
+                self._breaker.probe_failed(now)
         again = self._breaker.next_probe_at() or now
         self._wait_for(again + random.uniform(0.0, 0.25) * (again - now), self._probe)
 
@@ -334,7 +356,7 @@ class Peer:
         self._timer = self._loop.at(when, call)
 
     def _stop_timers(self) -> None:
-        for timer in (self._timer, self._greeting):
+        for timer in (self._timer, self._greeting, self._proof):
             if timer is not None:
                 timer.cancel()
 
@@ -349,6 +371,15 @@ class Peer:
         if self._greeted or self._tls is not None:
             return ""
         return "; is that a keeper, and does it want TLS (keeper_tls_ca)?"
+
+    def _proven(self) -> None:
+        self._short = 0
+        self._well()
+
+    def _said_well(self) -> None:
+        """Whose connections do not last says that each time: not before this one is a good one."""
+        if not self._short:
+            self._well()
 
     def _well(self) -> None:
         if self.error:
