@@ -170,11 +170,8 @@ class SegmentLog:
         if not gone:
             return Gone(0, 0, [])
         staying = any(n == number and ref not in self._doomed for ref, n in self._writing.items())
-        if (
-            len(gone) == len(segment.refs)
-            and not staying
-            and (segment is not self._active or not segment.pins)
-        ):
+        whole = len(gone) == len(segment.refs) and not staying
+        if whole and (segment is not self._active or not segment.pins):
             self._seal(segment)
             self._leave(segment)
         segment.refs.difference_update(gone)
