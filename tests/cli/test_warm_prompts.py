@@ -1,8 +1,10 @@
 """``kvferry warm --engine``: prompts sent through an OpenAI API, whatever the engine does."""
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from kvferry.cli import warm_prompts
 from kvferry.cli.main import main
+from kvferry.errors import RetryError
 
 Answer = tuple[int, dict[str, Any]]
 
@@ -25,6 +28,7 @@ class FakeEngine:
         self.models = ["m"]
         self.cached: int | None = 4
         self.counters: float | None = None
+        self.location = ""  # where it sends on to
         self.most = 0
         self._now = 0
         self._lock = threading.Lock()
@@ -32,6 +36,7 @@ class FakeEngine:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                engine.keys.add(self.headers["Authorization"])
                 if self.path == "/v1/models":
                     self._say(200, {"data": [{"id": name} for name in engine.models]})
                 elif engine.counters is None:
@@ -51,6 +56,8 @@ class FakeEngine:
             def _send(self, code: int, content: bytes) -> None:
                 self.send_response(code)
                 self.send_header("Content-Length", str(len(content)))
+                if engine.location:
+                    self.send_header("Location", engine.location)
                 self.end_headers()
                 self.wfile.write(content)
 
@@ -219,6 +226,45 @@ def test_a_key_is_shown_and_never_printed(
     assert "s3cret" not in json.dumps(said)
 
 
+@pytest.mark.parametrize("code", [301, 302, 303, 307, 308])
+def test_a_key_is_shown_to_nobody_to_whom_the_engine_sends_on(
+    engine: FakeEngine, warm: Warm, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "s3cret")
+    other = FakeEngine()
+    try:
+        engine.faults, engine.location = [(code, {})], f"{other.url}/v1/models"
+        said = warm('"a"\n', code=1)
+    finally:
+        other.close()
+    assert f"sends on to another address ({code})" in said["err"]
+    assert not other.keys
+    assert len(engine.asked) == 1
+
+
+@pytest.mark.parametrize("start", [b"HTTP/1.1 200 OK\r\nX-Long: ", b"HTTP/1.1 200 OK\r\n\r\n"])
+def test_an_answer_that_comes_bit_by_bit_and_never_ends_is_given_up(start: bytes) -> None:
+    """Though no single read takes long."""
+    given_up = threading.Event()
+
+    def drip(listener: socket.socket) -> None:
+        with listener.accept()[0] as peer, suppress(OSError):
+            peer.sendall(start)
+            while not given_up.wait(0.01):
+                peer.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip, args=(listener,))
+        thread.start()
+        asked = warm_prompts.Engine(f"http://127.0.0.1:{listener.getsockname()[1]}", timeout_s=1.0)
+        try:
+            with pytest.raises(RetryError, match="no answer within 1 s"):
+                asked._read("/v1/models", None, 1.0)
+        finally:
+            given_up.set()
+            thread.join()
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -229,6 +275,7 @@ def test_a_key_is_shown_and_never_printed(
         (["warm", "--engine", "http://h"], "a file of prompts is missing"),
         (["warm", "prompts.jsonl"], "--engine URL is missing"),
         (["warm", "--engine", "h:8000", "p.jsonl"], "write http://host:8000"),
+        (["warm", "--engine", "http://h:port", "p.jsonl"], "is no such address"),
         (["warm", "--engine", "http://u:s3cret@h", "p.jsonl"], "put a key into OPENAI_API_KEY"),
         (["warm", "--engine", "http://h", "p.jsonl", "--into", "memory"], "--into is for parts"),
         (["warm", "--engine", "http://h", "p.jsonl", "--concurrency", "0"], "--concurrency: "),

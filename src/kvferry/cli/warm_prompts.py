@@ -6,14 +6,13 @@ import os
 import queue
 import random
 import re
+import socket
 import threading
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -77,17 +76,23 @@ class Engine:
 
     def __init__(self, url: str, *, timeout_s: float, environ: Mapping[str, str] = os.environ) -> None:
         """url: with or without ``/v1``. Raises MisconfiguredError."""
-        parts = urllib.parse.urlsplit(url)
+        try:
+            parts = urllib.parse.urlsplit(url)
+            port = parts.port
+        except ValueError as error:
+            raise MisconfiguredError(f"--engine {url!r} is no such address: {error}") from error
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise MisconfiguredError(f"--engine {url!r} is no such address; write http://host:8000")
         if parts.password is not None:
             raise MisconfiguredError(f"--engine holds a password; put a key into {KEY_VARIABLE}")
         self.url = url.rstrip("/").removesuffix("/v1")
+        self._encrypted = parts.scheme == "https"
+        self._host, self._port = parts.hostname, port
+        self._path = urllib.parse.urlsplit(self.url).path
         self._timeout_s = timeout_s
         self._headers = {"Content-Type": "application/json"}
         if key := environ.get(KEY_VARIABLE):
             self._headers["Authorization"] = f"Bearer {key}"
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def model(self, wanted: str | None) -> str:
         """The one to ask for. Raises ClosedError without an engine, RefusedError where it has no such."""
@@ -149,33 +154,64 @@ class Engine:
         return answer
 
     def _read(self, path: str, data: bytes | None, timeout_s: float) -> bytes:
-        request = urllib.request.Request(self.url + path, data=data, headers=self._headers)
+        """No other address is asked than the one that was given: the key is for that one."""
+        late = RetryError(f"no answer within {timeout_s:.0f} s; give more with --timeout")
+        cut = threading.Event()
         try:
-            with self._opener.open(request, timeout=timeout_s) as answer:
-                content: bytes = answer.read(MAX_ANSWER_BYTES)
-                return content
-        except urllib.error.HTTPError as error:
-            with error:
-                why = _complaint(error)
-            raise (RetryError if error.code in _AGAIN else RefusedError)(why) from error
-        except TimeoutError as error:
-            raise RetryError(f"no answer within {timeout_s:.0f} s; give more with --timeout") from error
+            with closing(self._connection(timeout_s)) as connection, _cutting(connection, timeout_s, cut):
+                connection.request("GET" if data is None else "POST", self._path + path, data, self._headers)
+                with connection.getresponse() as answer:
+                    content = answer.read(MAX_ANSWER_BYTES)
         except (OSError, http.client.HTTPException) as error:
-            if isinstance(getattr(error, "reason", None), TimeoutError):
-                raise RetryError(f"no answer within {timeout_s:.0f} s; give more with --timeout") from error
-            raise ClosedError(
-                f"no engine answers at {self.url}: {getattr(error, 'reason', error)}"
-            ) from error
+            if cut.is_set() or isinstance(error, TimeoutError):
+                raise late from error
+            raise ClosedError(f"no engine answers at {self.url}: {error}") from error
+        if cut.is_set():
+            raise late
+        if not 200 <= answer.status < 300:
+            why = _complaint(answer.status, answer.reason, content)
+            raise (RetryError if answer.status in _AGAIN else RefusedError)(why)
+        return content
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        kind = http.client.HTTPSConnection if self._encrypted else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=timeout_s)
+        connection.connect()
+        return connection
 
 
-def _complaint(error: urllib.error.HTTPError) -> str:
+@contextmanager
+def _cutting(
+    connection: http.client.HTTPConnection, timeout_s: float, cut: threading.Event
+) -> Iterator[None]:
+    """Ends whatever waits for that connection after so long, also for the rest of what comes bit by bit."""
+    with socket.socket(fileno=os.dup(connection.sock.fileno())) as own:  # the other may be closed before
+
+        def end() -> None:
+            cut.set()
+            with suppress(OSError):
+                own.shutdown(socket.SHUT_RDWR)
+
+        timer = threading.Timer(timeout_s, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            timer.join()
+
+
+def _complaint(code: int, reason: str, content: bytes) -> str:
     """What the engine says, shortened."""
+    if 300 <= code < 400:
+        return f"the engine sends on to another address ({code}); name that one with --engine"
     said = ""
-    with suppress(OSError, ValueError, http.client.HTTPException, RecursionError):
-        answer = json.loads(error.read(MAX_ANSWER_BYTES))
+    with suppress(ValueError, RecursionError):
+        answer = json.loads(content)
         inner = answer.get("error", answer) if isinstance(answer, dict) else None
         said = str(inner.get("message", "")) if isinstance(inner, dict) else str(inner or "")
-    return f"the engine refused it ({error.code}): {' '.join(said.split())[:MAX_SHOWN] or error.reason}"
+    return f"the engine refused it ({code}): {' '.join(said.split())[:MAX_SHOWN] or reason}"
 
 
 def read(paths: Sequence[str]) -> Iterator[Prompt | tuple[str, str]]:
