@@ -17,6 +17,8 @@ from typing import Protocol
 
 MAX_POSTED_PER_TURN = 4096
 MAX_DEFECTS_LOGGED = 10
+MIN_TIMERS = 1024
+"""Fewer are never looked through for cancelled ones."""
 
 log = logging.getLogger("kvferry.loop")
 
@@ -32,7 +34,7 @@ class Watcher(Protocol):
 
 
 class Timer:
-    """A call at a time. ``cancel`` is cheap; a cancelled timer is dropped when its time comes."""
+    """A call at a time. ``cancel`` is cheap; a cancelled timer is dropped when its time comes, or before."""
 
     __slots__ = ("call",)
 
@@ -59,6 +61,7 @@ class Loop:
         self._posted: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Timer]] = []
         self._timer_number = 0
+        self._many_timers = MIN_TIMERS
         self._stopping = False
         self._awake = True  # while true, the loop looks at _posted before it sleeps
 
@@ -72,6 +75,10 @@ class Loop:
         """Run ``call`` at monotonic time ``when`` (loop thread only)."""
         timer = Timer(call)
         self._timer_number += 1
+        if len(self._timers) >= self._many_timers:
+            self._timers = [entry for entry in self._timers if entry[2].call is not None]
+            heapq.heapify(self._timers)
+            self._many_timers = max(MIN_TIMERS, 2 * len(self._timers))
         heapq.heappush(self._timers, (when, self._timer_number, timer))
         return timer
 

@@ -154,6 +154,7 @@ def test_what_is_dropped_from_all_tiers_is_found_in_none(fleet: Fleet, run: Run)
     assert fleet.in_valkey(chunks) == 0
     assert fleet.where(chunks) == {Where.ABSENT}
     assert fleet.engines[0].lookup(chunks, "gone").count == 0
+    assert not fleet.keeper._keeper._drops.among(fleet.refs(chunks)), "what is stored now is kept"
     assert fleet.in_valkey(others) == CHUNKS
     assert fleet.where(others, OTHER) == {Where.DISK}
     answer = fleet.engines[1].lookup(others, "kept")

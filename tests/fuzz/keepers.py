@@ -26,6 +26,7 @@ _TO_KEEPER: Sequence[wire.Message] = (
     wire.StatusQuery(ticket=3),
     wire.Drop(ticket=4, tier=wire.DropTier.DISK, namespace=bytes(16), older_than_s=60.0),
     wire.Drop(ticket=5, tier=wire.DropTier.OBJECTS, parts=PARTS),
+    wire.DropEnded(namespace=bytes(16)),
     wire.MostReused(ticket=6, within_s=86400.0, max_bytes=1 << 40),
 )
 _FROM_KEEPER: Sequence[wire.Message] = (

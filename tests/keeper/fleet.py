@@ -89,6 +89,9 @@ class FakeKeeping:
         self.told.append(("drop", (tier, namespace, older_than_s)))
         done(Dropped(3, 3000))
 
+    def drop_ended(self, namespace: bytes | None) -> None:
+        self.told.append(("drop ended", namespace))
+
     def most_reused(self, *, within_s: float, max_bytes: int, namespace: bytes | None) -> Sequence[PartRef]:
         return list(self.where)
 

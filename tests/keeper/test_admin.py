@@ -26,12 +26,16 @@ def test_keepers_of_one_name_are_all_asked(serve: Serve) -> None:
     addresses = [serve(keeping, Admission(name="k")).address for keeping in keepings]
     with Fleet(addresses, access=KeeperAccess()) as fleet:
         said = fleet.drop(DropTier.DISK)
+        fleet.drop_ended()
+        fleet.tiers()  # what was sent before was read before
     assert said == {
         "k": Dropped(3, 3000),
         f"k at {addresses[1]}": Dropped(3, 3000),
         f"k at {addresses[2]}": Dropped(3, 3000),
     }
-    assert [keeping.told for keeping in keepings] == [[("drop", ("disk", None, None))]] * 3
+    assert [keeping.told for keeping in keepings] == [
+        [("drop", ("disk", None, None)), ("drop ended", None)]
+    ] * 3
 
 
 def test_who_is_refused_over_tls_leaves_no_socket(

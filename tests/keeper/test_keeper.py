@@ -149,6 +149,18 @@ def test_what_is_dropped_from_one_tier_does_not_come_back_from_another(rig: Rig)
     assert rig.keeper.most_reused(within_s=60, max_bytes=1 << 30, namespace=mine[0].key.namespace) == []
 
 
+def test_what_is_stored_after_a_drop_has_ended_is_kept(rig: Rig) -> None:
+    refs = prompt("a", 6)
+    rig.tell_stored(refs)
+    rig.idle()
+    for tier in ("objects", "disk"):
+        dropped(rig, tier, namespace=refs[0].key.namespace)
+    rig.keeper.drop_ended(refs[0].key.namespace)
+    rig.tell_stored(refs)
+    rig.idle()
+    assert rig.locate(refs) == [Where.DISK] * 6
+
+
 def test_what_was_used_lately_is_not_old(rig: Rig) -> None:
     refs = prompt("a", 4)
     rig.tell_stored(refs)

@@ -163,7 +163,7 @@ def test_what_is_kept_survives_eviction_kills_stops_and_an_empty_disk(
     host.keeper.start()
     assert host.where() == {Where.DISK: len(REFS)}
     with host.admin() as admin:
-        assert admin.drop(DropTier.DISK).parts == len(REFS)
+        assert admin.drop(DropTier.DISK, alone=True).parts == len(REFS)
     eventually(lambda: host.where() == {Where.OBJECTS: len(REFS)}, "found in the bucket")
     assert host.staged() == {Outcome.OK: len(REFS)}
     host.intact()

@@ -13,7 +13,6 @@ from kvferry.identity.names import PartRef
 from kvferry.keeper.backlog import RANKS, Backlog, Wanted, positions_in, rank_of
 from kvferry.keeper.below import NOWHERE
 from kvferry.keeper.buffers import GRAIN_BYTES, Buffer, Buffers, Use
-from kvferry.keeper.deletion import GRACE_S, Drops
 from kvferry.keeper.keeping import Line, Task
 from kvferry.keeper.reuse import HALF_LIFE_S, ReuseTable, most_used
 from kvferry.keeper.sightings import SLACK_S, Sightings
@@ -332,7 +331,7 @@ def test_buffers_stay_within_their_bound_and_no_use_takes_anothers_share(
     assert buffers.used_bytes == 0
 
 
-# ---- the table of uses, sightings, drops
+# ---- the table of uses, sightings
 
 
 @given(st.lists(st.tuples(some_refs, st.integers(0, 4000)), max_size=20), st.integers(1, 30))
@@ -404,30 +403,3 @@ def test_of_more_keys_than_can_be_remembered_every_one_is_looked_at_in_turn(keys
         if len(found) == keys:
             return
     raise AssertionError(f"{keys - len(found)} of {keys} keys were never compared")
-
-
-def test_a_drop_covers_its_namespace_until_shortly_after_its_end() -> None:
-    now = [100.0]
-    drops = Drops(lambda: now[0])
-    mine, theirs = REFS[0], prompt("x", 1, namespace=b"o" * 16)[0]
-    space = mine.key.namespace
-    assert drops.among([mine, theirs]) == frozenset()
-    drops.begin(space)
-    drops.begin(space)
-    drops.end(space)
-    now[0] += 100 * GRACE_S
-    assert drops.among([mine, theirs]) == {mine}
-    drops.end(space)
-    assert drops.among([mine, theirs]) == {mine}
-    now[0] += GRACE_S
-    assert drops.among([mine, theirs]) == frozenset()
-    drops.begin(None)
-    assert drops.among([mine, theirs]) == {mine, theirs}
-
-
-def test_what_one_tier_alone_lost_may_come_back_at_once() -> None:
-    now = [100.0]
-    drops = Drops(lambda: now[0])
-    drops.begin(None)
-    drops.end(None, grace_s=0.0)
-    assert drops.among(REFS) == frozenset()

@@ -101,7 +101,7 @@ class Host:
             assert result.outcome is Outcome.OK
             assert memory == contents(ref)
 
-    def dropped(self, tier: str) -> Dropped:
+    def dropped(self, tier: str, *, alone: bool = False) -> Dropped:
         found: list[Dropped] = []
         ready = threading.Event()
 
@@ -109,7 +109,7 @@ class Host:
             found.append(dropped)
             ready.set()
 
-        self.keeper.drop(tier, namespace=None, older_than_s=None, done=done)
+        self.keeper.drop(tier, namespace=None, older_than_s=None, alone=alone, done=done)
         assert ready.wait(60)
         return found[0]
 
@@ -133,7 +133,7 @@ def test_parts_come_back_as_they_were_from_the_disk_and_from_objects(host: Host)
     assert locate(host.keeper, refs) == [Where.DISK] * 8
     host.came_back(refs)
 
-    assert host.dropped("disk").parts == 8
+    assert host.dropped("disk", alone=True).parts == 8
     must(host.server.ask("FLUSHALL"))
     eventually(lambda: locate(host.keeper, refs) == [Where.OBJECTS] * 8, "in objects alone, after the drop")
     host.came_back(refs)

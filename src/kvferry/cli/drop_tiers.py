@@ -83,9 +83,13 @@ class Droppers:
         there = [tier for tier in tiers if self._has(tier)]
         if not there:
             raise RefusedError("there is no tier to drop from; start the node, or name --keepers or --valkey")
-        first = [gone for tier in there for gone in self._drop(tier)]
-        self._drain()
-        return _together(first + [gone for tier in there for gone in self._drop(tier)])
+        try:
+            first = [gone for tier in there for gone in self._drop(tier)]
+            self._drain()
+            return _together(first + [gone for tier in there for gone in self._drop(tier)])
+        finally:
+            if self._fleet is not None and self._request is None:
+                self._fleet.drop_ended(namespace=self._namespace)
 
     # -- who there is --------------------------------------------------------------------------------
 

@@ -144,7 +144,7 @@ class Storage:
     def drop(self, tier: DropTier) -> None:
         """Forget all that one of its tiers holds. Raises RefusedError when it cannot."""
         with KeeperAdmin(self.address, access=KeeperAccess()) as admin:
-            dropped = admin.drop(tier)
+            dropped = admin.drop(tier, alone=True)
         if dropped.outcome is not Outcome.OK:
             raise RefusedError(f"the keeper could not drop {tier.value}: {dropped.outcome.value}")
 

@@ -30,6 +30,7 @@ from kvferry.keeper.wire import (
     PROTOCOL,
     Document,
     Drop,
+    DropEnded,
     DropTier,
     FromKeeper,
     Hello,
@@ -132,6 +133,10 @@ class KeeperAdmin:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RefusedError(f"keeper {self.address} did not say how much it dropped") from error
+
+    def drop_ended(self, *, namespace: bytes = b"") -> None:
+        """After drops of several tiers: see ``wire.DropEnded``."""
+        self._send(DropEnded(namespace=namespace), time.monotonic() + ANSWER_S)
 
     def most_reused(self, within_s: float, max_bytes: int, *, namespace: bytes = b"") -> list[PartRef]:
         """Which parts were used most, most used first."""
@@ -307,6 +312,10 @@ class Fleet:
             )
 
         return self._each(one)
+
+    def drop_ended(self, *, namespace: bytes = b"") -> None:
+        """After drops of several tiers. A keeper that cannot be told finds out by itself, minutes later."""
+        self._each(lambda keeper: keeper.drop_ended(namespace=namespace))
 
     def most_reused(self, within_s: float, max_bytes: int, *, namespace: bytes = b"") -> list[PartRef]:
         """Of at most so many bytes: each keeper's most reused first, in turn."""

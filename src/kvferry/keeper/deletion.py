@@ -1,7 +1,7 @@
 """Deletes parts in a keeper's tiers: named ones, a namespace, what is old.
 
-While a drop runs, and shortly after, none of it may come back from another tier: a fleet's drop goes tier by
-tier, and what one has lost could be copied there again from one that still has it.
+While a fleet's drop runs none of it may come back from another tier: it goes tier by tier, and what one has
+lost could be copied there again from one that still has it. Whoever drops says when all of it has ended.
 """
 
 import threading
@@ -17,8 +17,11 @@ from kvferry.keeper.scan import Scanner
 from kvferry.keeper.stager import Stager
 from kvferry.tiers.contract import Droppable, Dropped, Outcome, Tier
 
-GRACE_S = 3.0
-"""Between two tiers of one drop at most."""
+GRACE_S = 330.0
+"""Between two tiers of one drop at most: whoever drops waits for the slowest keeper, for minutes.
+
+Who dies in between costs the namespace its lower tiers for so long.
+"""
 
 
 class Drops:
@@ -44,6 +47,11 @@ class Drops:
             self._until = {space: until for space, until in self._until.items() if until > now}
             if grace_s:
                 self._until[namespace] = now + grace_s
+
+    def ended(self, namespace: bytes | None) -> None:
+        """All of its tiers were dropped from, at all keepers: what comes now is new."""
+        with self._lock:
+            self._until.pop(namespace, None)
 
     def among(self, refs: Sequence[PartRef]) -> frozenset[PartRef]:
         """Those that are being deleted, and must not come back now."""

@@ -235,6 +235,10 @@ class Keeper:
             with self._lock:
                 self._reuse.forget_namespace(namespace)
 
+    def drop_ended(self, namespace: bytes | None) -> None:
+        """Of a drop that went through several tiers: it may be kept again."""
+        self._drops.ended(namespace)
+
     # ---- about itself
 
     def most_reused(self, *, within_s: float, max_bytes: int, namespace: bytes | None) -> Sequence[PartRef]:

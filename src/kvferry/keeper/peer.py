@@ -243,7 +243,7 @@ class Peer:
 
     def _undialled(self, error: Exception) -> None:
         why = error.strerror if isinstance(error, OSError) else ""
-        self._complain(f"{self.address}: cannot connect: {why or error or type(error).__name__}")
+        self._complain(f"{self.address}: cannot connect: {why or str(error) or type(error).__name__}")
         self._failed(self._loop.clock())
 
     def _connected(self, found: socket.socket | Exception) -> None:

@@ -19,6 +19,7 @@ from kvferry.keeper.wire import (
     Cancel,
     Document,
     Drop,
+    DropEnded,
     Locate,
     Located,
     Message,
@@ -43,6 +44,8 @@ from kvferry.tiers.contract import Dropped, Outcome, Transfer
 MAX_TICKETS = 4096
 MAX_ASKED_PARTS = 1 << 18
 """Of one peer under way: what it asks beyond is answered at once, with UNKNOWN and REFUSED."""
+MAX_WAIT_S = 600.0
+"""Longest for a question; a node asks for no longer."""
 MAX_RUNNING = 16
 """Of one admin: questions about the keeper as a whole."""
 _CODES = {outcome: code for code, outcome in enumerate(OUTCOMES)}
@@ -85,6 +88,9 @@ class Keeping(Protocol):
         done: Callable[[Dropped], None],
     ) -> None:
         """Forget what a tier holds; see ``wire.Drop``. Raises RefusedError for a tier that there is not."""
+
+    def drop_ended(self, namespace: bytes | None) -> None:
+        """See ``wire.DropEnded``."""
 
     def most_reused(self, *, within_s: float, max_bytes: int, namespace: bytes | None) -> Sequence[PartRef]:
         """Most reused first."""
@@ -173,7 +179,7 @@ class Requests:
         def done(where: Sequence[Where]) -> None:
             self._loop.post(partial(self._located, message.ticket, bytes(where)))
 
-        self._keeping.locate(refs, deadline=self._clock() + message.deadline_s, done=done)
+        self._keeping.locate(refs, deadline=self._until(message.deadline_s), done=done)
 
     def _located(self, ticket: int, where: bytes) -> None:
         if not self._closed and ticket in self._questions:
@@ -190,7 +196,7 @@ class Requests:
             self._loop.post(partial(self._staged, ticket, index, outcome))
 
         question = self._questions[ticket]
-        question.transfer = self._keeping.stage(refs, deadline=self._clock() + message.deadline_s, done=done)
+        question.transfer = self._keeping.stage(refs, deadline=self._until(message.deadline_s), done=done)
         if not refs:
             self._forget(ticket)
 
@@ -214,6 +220,9 @@ class Requests:
             codes = bytes(_CODES[outcome] for _, outcome in items)
             self._send(Staged(ticket=ticket, indexes=tuple(index for index, _ in items), outcomes=codes))
 
+    def _until(self, deadline_s: float) -> float:
+        return self._clock() + min(deadline_s, MAX_WAIT_S)
+
     def _admit(self, ticket: int, parts: int) -> bool:
         """Whether there is room. Raises RefusedError for a ticket that is in use."""
         if ticket in self._questions:
@@ -235,6 +244,8 @@ class Requests:
                 self._run(lambda: [Document(ticket=ticket, json=self._status())])
             case Drop():
                 self._drop(message)
+            case DropEnded(namespace=namespace):
+                self._keeping.drop_ended(namespace or None)
             case MostReused():
                 self._run(partial(self._reused, message))
             case _:

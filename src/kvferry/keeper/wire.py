@@ -230,7 +230,8 @@ class Drop(Message, frozen=True):
     older_than_s: only what was neither stored nor used since; 0: whatever its age.
     parts: of these only; no age or namespace with them.
     alone: the other tiers keep theirs, and it may come back from there. Else nothing is copied from one tier
-    to another until shortly after, so that a drop of all tiers, one after another, leaves nothing.
+    to another until ``DropEnded``, or for minutes, so that a drop of all tiers, one after another, leaves
+    nothing.
     """
 
     ticket: Count
@@ -239,6 +240,12 @@ class Drop(Message, frozen=True):
     older_than_s: Age = 0.0
     parts: Parts | None = None
     alone: bool = False
+
+
+class DropEnded(Message, frozen=True):
+    """All tiers were dropped from, at all keepers: what is stored from now on is new. Not answered."""
+
+    namespace: Annotated[bytes, Meta(max_length=NAMESPACE_BYTES)] = b""
 
 
 class MostReused(Message, frozen=True):
@@ -313,5 +320,18 @@ class Reused(Message, frozen=True):
     last: bool
 
 
-ToKeeper = Hello | Stored | Used | Locate | Stage | Cancel | Remove | Ping | StatusQuery | Drop | MostReused
+ToKeeper = (
+    Hello
+    | Stored
+    | Used
+    | Locate
+    | Stage
+    | Cancel
+    | Remove
+    | Ping
+    | StatusQuery
+    | Drop
+    | DropEnded
+    | MostReused
+)
 FromKeeper = Welcome | Refusal | Located | Staged | Pong | Document | Reused
