@@ -6,7 +6,6 @@
 
 Segments leave whole, oldest first. What was used since it was written is carried over into the active
 one, the most recently used first, up to a share of a segment. So one segment is kept free where possible.
-A segment whose first block cannot be written is given up after some tries.
 """
 
 from collections.abc import Callable, Iterable
@@ -169,6 +168,7 @@ class SegmentLog:
         gone = [ref for ref in segment.refs if wanted(ref, self.records[ref])]
         if not gone:
             return Gone(0, 0, [])
+        self._doomed.update(self._writing.keys() & gone)  # carried over this moment
         staying = any(n == number and ref not in self._doomed for ref, n in self._writing.items())
         whole = len(gone) == len(segment.refs) and not staying
         if whole and (segment is not self._active or not segment.pins):
