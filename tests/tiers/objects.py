@@ -72,6 +72,40 @@ class TroubledBucket:
             raise BucketError(self.failing, "as told")
 
 
+class MemoryBucket:
+    """A ``Bucket`` in a dict."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+
+    async def get(self, path: str, start: int, nbytes: int, *, limit_s: float) -> memoryview:
+        return (await self.read(path, limit_s=limit_s))[start : start + nbytes]
+
+    async def read(self, path: str, *, limit_s: float) -> memoryview:
+        del limit_s
+        if path not in self.objects:
+            raise BucketError(Trouble.ABSENT, path)
+        return memoryview(self.objects[path])
+
+    async def put(self, path: str, data: bytes | memoryview, *, limit_s: float) -> None:
+        del limit_s
+        self.objects[path] = bytes(data)
+
+    async def list(self, prefix: str, *, limit_s: float) -> list[Listed]:
+        del limit_s
+        return [
+            Listed(path, len(data), 0.0) for path, data in self.objects.items() if path.startswith(prefix)
+        ]
+
+    async def delete(self, paths: Sequence[str], *, limit_s: float) -> None:
+        del limit_s
+        for path in paths:
+            self.objects.pop(path, None)
+
+    def close(self) -> None:
+        pass
+
+
 class ObjectStore:
     """``TierStore`` over one place. settings: of a new tier. trouble: begins and ends an outage."""
 

@@ -283,6 +283,7 @@ class CatalogueLife(RuleBasedStateMachine):
         self.everything: dict[bytes, PackIndex] = {}
         self.dead: set[bytes] = set()
         self.gone: dict[bytes, set[int]] = {}
+        self.missing: set[bytes] = set()  # of those spoken of, what the last listing did not show
 
     @rule(number=st.integers(0, 12), parts=st.lists(st.integers(0, 5), unique=True, max_size=4))
     def add(self, number: int, parts: list[int]) -> None:
@@ -317,6 +318,7 @@ class CatalogueLife(RuleBasedStateMachine):
     def apply(self, number: int, record: int) -> None:
         ident = bytes([number]) * 16
         self.catalogue.apply([Removal(ident, record)])
+        self.missing.discard(ident)
         if record == WHOLE_PACK:
             self.dead.add(ident)
             self.packs.pop(ident, None)
@@ -329,8 +331,11 @@ class CatalogueLife(RuleBasedStateMachine):
     def settle(self, listed: set[int]) -> None:
         idents = {bytes([number]) * 16 for number in listed}
         self.catalogue.settle(idents)
-        self.dead &= idents
-        self.gone = {i: gone for i, gone in self.gone.items() if i in idents or i in self.packs}
+        missing = (self.dead | self.gone.keys()) - self.packs.keys() - idents
+        twice = missing & self.missing
+        self.missing = missing - twice
+        self.dead -= twice
+        self.gone = {i: gone for i, gone in self.gone.items() if i not in twice}
 
     @invariant()
     def the_newest_copy_is_found(self) -> None:
@@ -340,6 +345,11 @@ class CatalogueLife(RuleBasedStateMachine):
             assert (found.pack.ident if found else None) == max(copies, default=None)
             if found is not None:
                 assert found.pack.index.keys[found.record] == key_of(_ref(part))
+
+    @invariant()
+    def the_oldest_is_the_first(self) -> None:
+        first = self.catalogue.first()
+        assert (first.ident if first else None) == min(self.packs, default=None)
 
     @invariant()
     def sizes_add_up(self) -> None:

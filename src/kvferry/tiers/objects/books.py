@@ -34,7 +34,9 @@ LATE = "late"
 BREAKER_OPEN = "breaker_open"
 QUEUE_FULL = "queue_full"
 TOO_LARGE = "too_large"
+NO_PART = "no_part"
 CORRUPT = "corrupt_record"
+DEFECT = "defect"
 
 
 class Backlog(NamedTuple):
@@ -205,6 +207,14 @@ class Books:
                 if self.breaker.failed(weight, time.monotonic()):
                     log.warning("objects at %s are left out: %s", self.settings.url, str(error))
                     self.opened()
+
+    def defect(self, during: str, error: Exception) -> None:
+        """Something failed that should not be able to. It is counted, and told in full the first time."""
+        with self.lock:
+            self.counts.requests[DEFECT] += 1
+            first = self.counts.requests[DEFECT] == 1
+        told = log.error if first else log.debug
+        told("objects at %s: %s failed", self.settings.url, during, exc_info=error)
 
     def usable(self) -> bool:
         """Whether requests make sense."""

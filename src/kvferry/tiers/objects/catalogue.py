@@ -4,6 +4,7 @@ Pure; used under the tier's lock. A part takes about 200 bytes here. The same pa
 when two keepers stored it: the newest is read, and removing it removes all.
 """
 
+import heapq
 import math
 from array import array
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,8 @@ from kvferry.tiers.objects.format import WHOLE_PACK, PackIndex, Removal, key_of,
 from kvferry.tiers.objects.names import time_of
 
 _RECORD_BITS = 16
+_STALE = 64
+"""So many packs that are gone may be in the order by age, beyond as many as there are."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +69,8 @@ class Catalogue:
         self._next = 0
         self._places: dict[bytes, dict[bytes, int | tuple[int, ...]]] = {}
         self._dead: dict[bytes, set[int]] = {}  # of packs that are not known yet
+        self._missing: set[bytes] = set()  # of those, what the last listing did not show
+        self._by_age: list[bytes] = []  # a heap; what is gone is still in it
 
     # -- what comes and goes -------------------------------------------------------------------------
 
@@ -81,6 +86,9 @@ class Catalogue:
         self._next += 1
         self.packs[index.ident] = self._numbers[pack.number] = pack
         self.nbytes += index.nbytes
+        heapq.heappush(self._by_age, index.ident)
+        if len(self._by_age) > 2 * len(self.packs) + _STALE:
+            self._by_age = sorted(self.packs)
         places = self._places.setdefault(namespace, {})
         for record, key in enumerate(index.keys):
             if record not in pack.gone:
@@ -116,13 +124,21 @@ class Catalogue:
             pack = self.packs.get(ident)
             if pack is None or record == WHOLE_PACK:
                 self._dead.setdefault(ident, set()).add(record)
+                self._missing.discard(ident)
                 self.forget(ident)
             elif record < len(pack.index.keys) and record not in pack.gone:
                 self.strike(Record(pack, record))
 
     def settle(self, listed: Iterable[bytes]) -> None:
-        """Packs that are not in the bucket will not come: what was removed of them is not kept."""
-        self._dead = {ident: self._dead[ident] for ident in listed if ident in self._dead}
+        """Packs that two listings in a row do not show will not come: what was removed of them is not kept.
+
+        One is not enough. A listing takes a while: a pack that came after its place was passed may still be
+        spoken of by a list of removals further on, or by this process.
+        """
+        missing = self._dead.keys() - set(listed)
+        for ident in missing & self._missing:
+            del self._dead[ident]
+        self._missing = missing - self._missing
 
     def is_dead(self, ident: bytes) -> bool:
         """Whether nothing of a pack counts that may still be in the bucket."""
@@ -147,6 +163,12 @@ class Catalogue:
         found = self._places.get(ref.key.namespace, {}).get(key_of(ref), ())
         for place in (found,) if isinstance(found, int) else found:
             yield Record(self._numbers[place >> _RECORD_BITS], place & (1 << _RECORD_BITS) - 1)
+
+    def first(self) -> Pack | None:
+        """The oldest pack."""
+        while self._by_age and self._by_age[0] not in self.packs:
+            heapq.heappop(self._by_age)
+        return self.packs[self._by_age[0]] if self._by_age else None
 
     def oldest(self) -> list[Pack]:
         """By age."""

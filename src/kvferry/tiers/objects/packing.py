@@ -9,11 +9,15 @@ from kvferry.identity.names import PartRef
 from kvferry.identity.stripes import part_checksums
 from kvferry.tiers.contract import Outcome
 from kvferry.tiers.disk.address import address_of
-from kvferry.tiers.objects.books import TOO_LARGE, Books, call
+from kvferry.tiers.objects.books import DEFECT, TOO_LARGE, Books, call
 from kvferry.tiers.objects.format import head_bytes, pack_head
 from kvferry.tiers.objects.packs import Buffers, OpenPack, Pending, Ready, smallest_buffer
 from kvferry.tiers.objects.work import Item, Report, State
 
+Move = tuple[Item, OpenPack, int]
+"""What to copy, into which pack, to which offset."""
+PAUSE_S = 0.1
+"""After a defect that no part can be blamed for."""
 IDLE_S = 30.0
 """After so long without work the memory of packs is given back."""
 
@@ -68,17 +72,59 @@ class Packer:
     # -- the thread ----------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until the tier is closed."""
-        while (taken := self._take()) is not None:
-            reports, move = taken
+        """Until the tier is closed. A part that cannot be packed fails, and the next one has its turn."""
+        while not self._books.closed:
+            try:
+                reports, move = self._take()
+            except Exception as error:  # noqa: BLE001 - counted and told by the books
+                self._books.defect("packing", error)
+                reports, move = self._blame(), None
+            if move is not None:
+                reports = self._move(*move)
             for report in reports:
                 call(report)
-            if move is not None:
-                self._copy(*move)
-            del reports, move, taken  # so that no memory of a caller is held while there is nothing to do
+            del reports, move  # so that no memory of a caller is held while there is nothing to do
 
-    def _take(self) -> tuple[Sequence[Report], tuple[Item, OpenPack, int] | None] | None:
-        """Waits for something to do. None: the tier is closed."""
+    def _blame(self) -> list[Report]:
+        """The part that was looked at fails."""
+        books = self._books
+        with books.lock:
+            if not self._queue:
+                books.packer.wait(PAUSE_S)
+                return []
+            item = self._queue[0]
+            self._leave()
+            return books.end_all([item], Outcome.FAILED, DEFECT)
+
+    def _move(self, item: Item, pack: OpenPack, offset: int) -> list[Report]:
+        """Copy it, and if that fails nobody waits for it any longer."""
+        books = self._books
+        try:
+            self._copy(item, pack, offset)
+        except Exception as error:  # noqa: BLE001 - counted and told by the books
+            books.defect("copying a part", error)
+            with books.lock:
+                return self._undo(item, pack)
+        with books.lock:
+            pack.added = time.monotonic()
+            report = books.unclaim(item)
+        return [report] if report is not None else []
+
+    def _undo(self, item: Item, pack: OpenPack) -> list[Report]:
+        """It was reserved last: its place is the next one's."""
+        books = self._books
+        pending = pack.undo()
+        if self._pending.get(item.ref) is pending:
+            del self._pending[item.ref]
+        if not pack.parts:
+            del self._open[pack.namespace]
+            self.buffers.give_back(pack.buffer, None)
+        report = books.end(item, Outcome.FAILED, DEFECT, moved=True)
+        reports = books.end_all(pending.waiting, Outcome.FAILED, DEFECT)
+        return [report, *reports] if report is not None else reports
+
+    def _take(self) -> tuple[list[Report], Move | None]:
+        """Waits for something to do, or until the tier is closed."""
         books = self._books
         with books.lock:
             while not books.closed:
@@ -93,16 +139,15 @@ class Packer:
                     self.buffers.trim()
                 elif due is not None or self.buffers.used_bytes:
                     books.packer.wait(None if due is None else max(0.0, due - now))
-            return None
+            return [], None
 
     def _lonely(self) -> list[OpenPack]:
         """Packs that no part in the queue will join."""
         return [pack for pack in self._open.values() if not self._queued[pack.namespace]]
 
-    def _next(self) -> tuple[list[Report], tuple[Item, OpenPack, int] | None]:
-        """What is known of the first items; and the first of them to copy, and where to."""
+    def _next(self) -> tuple[list[Report], Move | None]:
+        """What is known of the first item of which something is; or the first to copy, and where to."""
         books = self._books
-        reports: list[Report] = []
         while self._queue:
             item = self._queue[0]
             ref = item.ref
@@ -117,18 +162,18 @@ class Packer:
             elif smallest_buffer(ref) > books.settings.write_bytes:
                 report = books.end(item, Outcome.REFUSED, TOO_LARGE)
             elif (pack := self._pack_for(ref)) is None:
-                return reports, None
+                return [], None
             else:
+                pending, offset = pack.reserve(ref)
                 self._leave()
                 books.claim(item)
-                pending, offset = pack.reserve(ref)
                 pending.waiting.append(item)
                 self._pending[ref] = pending
-                return reports, (item, pack, offset)
+                return [], (item, pack, offset)
             self._leave()
             if report is not None:
-                reports.append(report)
-        return reports, None
+                return [report], None
+        return [], None
 
     def _leave(self) -> None:
         """The first of the queue."""
@@ -164,7 +209,3 @@ class Packer:
         ctypes.memmove(address_of(view) + start, address_of(item.memory), nbytes)
         checksums = item.checksums or part_checksums(view[start : start + nbytes])
         view[offset:start] = pack_head(item.ref, checksums)
-        with self._books.lock:
-            pack.added = time.monotonic()
-            report = self._books.unclaim(item)
-        call(report)

@@ -45,15 +45,17 @@ class Buffers:
         self.used_bytes = 0
 
     def take(self, nbytes: int) -> Buffer | None:
-        """At least so large. None: the limit is reached."""
+        """At least so large. None: the limit is reached. OSError: this machine has no memory."""
         nbytes = max(nbytes, self._usual_bytes)
         if self.used_bytes + nbytes > self._limit:
             return None
-        self.used_bytes += nbytes
         if nbytes == self._usual_bytes and self._spare:
-            return self._spare.pop()
-        memory = mmap.mmap(-1, nbytes)
-        return Buffer(memory, memoryview(memory))
+            buffer = self._spare.pop()
+        else:
+            memory = mmap.mmap(-1, nbytes)
+            buffer = Buffer(memory, memoryview(memory))
+        self.used_bytes += nbytes
+        return buffer
 
     def give_back(self, buffer: Buffer, uploaded: memoryview | None) -> None:
         """uploaded: what a request may still look at; then the memory is not used again."""
@@ -108,6 +110,12 @@ class OpenPack:
         self.parts.append(pending)
         self.filled += record_bytes(ref.nbytes)
         return pending, offset
+
+    def undo(self) -> Pending:
+        """What was reserved last will not come."""
+        self.keys.pop()
+        self.filled = self.offsets.pop()
+        return self.parts.pop()
 
     def due(self, linger_s: float) -> float:
         """When it is to be closed."""

@@ -15,7 +15,7 @@ from kvferry.errors import CorruptError
 from kvferry.identity.stripes import checksum, stripe_plan
 from kvferry.tiers.contract import Outcome
 from kvferry.tiers.disk.address import address_of
-from kvferry.tiers.objects.books import CORRUPT, Books, call, outcome_of
+from kvferry.tiers.objects.books import CORRUPT, DEFECT, Books, call, outcome_of
 from kvferry.tiers.objects.bucket import Bucket, BucketError, Trouble
 from kvferry.tiers.objects.catalogue import Record
 from kvferry.tiers.objects.engine import Engine
@@ -85,6 +85,12 @@ class Reader:
             data = await self._get(job)
             if data is not None:
                 await self._engine.loop.run_in_executor(self._pool, self.deliver, job, data)
+        except Exception as error:  # noqa: BLE001 - counted and told by the books
+            self._books.defect("reading a pack", error)
+            with self._books.lock:
+                reports = self._books.end_all(job.items, Outcome.FAILED, DEFECT)
+            for report in reports:
+                call(report)
         finally:
             self._running -= 1
             self._bytes -= job.span.nbytes
@@ -138,6 +144,10 @@ class Reader:
                 with books.lock:
                     outcome, cause = self._corrupt(record)
                     report = books.end(item, outcome, cause, moved=True)
+            except Exception as error:  # noqa: BLE001 - counted and told by the books
+                books.defect("handing over a part", error)
+                with books.lock:
+                    report = books.end(item, Outcome.FAILED, DEFECT, moved=True)
             else:
                 with books.lock:
                     report = books.end(item, Outcome.OK, checksums=checksums, moved=True)

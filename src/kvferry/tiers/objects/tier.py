@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from kvferry.errors import BrokenError
-from kvferry.identity.names import PartRef
+from kvferry.identity.names import DIGEST_BYTES, MAX_PART_BYTES, MAX_PARTS, NAMESPACE_BYTES, PartRef
+from kvferry.identity.stripes import CHECKSUM_BYTES, stripe_plan
 from kvferry.tiers.contract import (
     Dropped,
     FetchItem,
@@ -17,7 +18,7 @@ from kvferry.tiers.contract import (
     TierStatistics,
     Transfer,
 )
-from kvferry.tiers.objects.books import LATE, QUEUE_FULL, Backlog, Books, call
+from kvferry.tiers.objects.books import LATE, NO_PART, QUEUE_FULL, Backlog, Books, call
 from kvferry.tiers.objects.bucket import Bucket, BucketError, Trouble, open_bucket
 from kvferry.tiers.objects.catalogue import Record
 from kvferry.tiers.objects.engine import Engine
@@ -113,8 +114,11 @@ class ObjectTier:
     def store(
         self, items: Sequence[StoreItem], *, deadline: float, done: Callable[[int, Outcome], None]
     ) -> Transfer:
-        """See the contract. A pack goes on its way when it is full, or nothing was added for ``linger_s``."""
-        memories = [_exactly(item.data, item.ref) for item in items]
+        """See the contract. A pack goes on its way when it is full, or nothing was added for ``linger_s``.
+
+        BrokenError for a name or checksums that no part has.
+        """
+        memories = [_storable(item) for item in items]
         operation = Operation(deadline, self._over_now)
         work = [
             Item(operation, item.ref, memory, partial(_stored, done, index), item.checksums, write=True)
@@ -234,6 +238,8 @@ class ObjectTier:
         with books.lock:
             for item in items:
                 refusal = books.refusal(operation.deadline, write=item.write)
+                if refusal is None and item.write and not _possible(item.ref):
+                    refusal = Outcome.REFUSED, NO_PART
                 if refusal is None and not books.begin(item):
                     refusal = Outcome.REFUSED, QUEUE_FULL
                 if refusal is not None:
@@ -323,3 +329,21 @@ def _exactly(memory: memoryview, ref: PartRef) -> memoryview:
     if memory.nbytes != ref.nbytes or not memory.contiguous:
         raise BrokenError(f"memory of {memory.nbytes} bytes for a part of {ref.nbytes}")
     return memory if memory.format == "B" and memory.ndim == 1 else memory.cast("B")
+
+
+def _possible(ref: PartRef) -> bool:
+    """Whether a part may have that size."""
+    return 1 <= ref.nbytes <= MAX_PART_BYTES
+
+
+def _storable(item: StoreItem) -> memoryview:
+    """Its memory. What would make a pack unreadable is refused before it can join one."""
+    ref = item.ref
+    namespace, chunk, part = ref.key
+    if (len(namespace), len(chunk)) != (NAMESPACE_BYTES, DIGEST_BYTES) or not 0 <= part < MAX_PARTS:
+        raise BrokenError(f"no part has the name {ref.key!r}")
+    if item.checksums and {len(each) for each in item.checksums} != {CHECKSUM_BYTES}:
+        raise BrokenError(f"checksums have {CHECKSUM_BYTES} bytes each")
+    if item.checksums and _possible(ref) and len(item.checksums) != len(stripe_plan(ref.nbytes)):
+        raise BrokenError(f"{len(item.checksums)} checksums for a part of {ref.nbytes} bytes")
+    return _exactly(item.data, ref)

@@ -99,6 +99,8 @@ class Upkeep:
                 await self.refresh()
             except BucketError as error:
                 log.info("objects at %s were not followed: %s", settings.url, str(error))
+            except Exception as error:  # noqa: BLE001 - counted and told by the books
+                self._books.defect("following the bucket", error)
 
     async def refresh(self) -> None:
         """List everything, follow it, and delete what goes. Raises BucketError."""
@@ -130,11 +132,23 @@ class Upkeep:
             self._engine.spawn(self._recovery())
 
     async def _recovery(self) -> None:
+        books = self._books
         try:
-            await recover(self._books, self._bucket)
+            while not await self._recovered():
+                with books.lock:
+                    books.breaker.probe_failed(time.monotonic())
         finally:
             self._recovering = False
         self._removals.wake()
+
+    async def _recovered(self) -> bool:
+        """Whether it did, or fell over a defect before it could."""
+        try:
+            await recover(self._books, self._bucket)
+        except Exception as error:  # noqa: BLE001 - counted and told by the books
+            self._books.defect("asking whether it is back", error)
+            return False
+        return True
 
     # -- what goes -----------------------------------------------------------------------------------
 
@@ -159,15 +173,13 @@ class Upkeep:
         books, settings = self._books, self._books.settings
         going: list[Pack] = []
         with books.lock:
-            left = books.catalogue.nbytes
             horizon = self.clock.now() - settings.max_age_s if settings.max_age_s is not None else 0.0
-            for pack in books.catalogue.oldest():
-                too_much = settings.max_bytes is not None and left > settings.max_bytes
+            while (pack := books.catalogue.first()) is not None:
+                too_much = settings.max_bytes is not None and books.catalogue.nbytes > settings.max_bytes
                 if not too_much and time_of(pack.ident) >= horizon:
                     break
-                left -= pack.index.nbytes
+                books.catalogue.apply([Removal(pack.ident, WHOLE_PACK)])
                 going.append(pack)
-            books.catalogue.apply([Removal(pack.ident, WHOLE_PACK) for pack in going])
             books.counts.deleted_packs += len(going)
         await self._removals.delete([Name(Kind.PACK, pack.namespace, pack.ident).path for pack in going])
 
@@ -182,6 +194,9 @@ class Upkeep:
         try:
             listed = await self._list(namespace)
         except BucketError:
+            notice.end(Outcome.FAILED)
+        except Exception as error:  # noqa: BLE001 - counted and told by the books
+            self._books.defect("listing for a drop", error)
             notice.end(Outcome.FAILED)
         with self._books.lock:
             catalogue = self._books.catalogue

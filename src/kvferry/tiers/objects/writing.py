@@ -5,9 +5,10 @@ from collections import deque
 
 from kvferry.tiers.contract import Outcome
 from kvferry.tiers.objects.books import Books, call, outcome_of
-from kvferry.tiers.objects.bucket import Bucket, BucketError
+from kvferry.tiers.objects.bucket import Bucket, BucketError, Trouble
 from kvferry.tiers.objects.catalogue import Record
 from kvferry.tiers.objects.engine import Engine
+from kvferry.tiers.objects.format import WHOLE_PACK, Removal
 from kvferry.tiers.objects.names import Kind, Name, new_id
 from kvferry.tiers.objects.packing import Packer
 from kvferry.tiers.objects.packs import OpenPack
@@ -60,6 +61,9 @@ class Writer:
             )
         except BucketError as error:
             trouble = error
+        except Exception as error:  # noqa: BLE001 - counted and told by the books
+            books.defect("an upload", error)
+            trouble = BucketError(Trouble.BROKEN, "a defect")
         else:
             books.went_well()
         self._settle(pack, ident, data, trouble)
@@ -70,6 +74,7 @@ class Writer:
         with books.lock:
             waiting = self.packer.settled(pack, data)
             if trouble is not None:
+                self._deny(pack, ident)
                 reports = books.end_all(waiting, outcome_of(trouble), trouble.trouble.value)
             else:
                 books.counts.written_packs += 1
@@ -82,6 +87,15 @@ class Writer:
             call(report)
         if too_much:
             self._engine.spawn(self._upkeep.retire())
+
+    def _deny(self, pack: OpenPack, ident: bytes) -> None:
+        """It may have landed although there was no answer: what was removed must not come back with it."""
+        removed = [Removal(ident, pending.record) for pending in pack.parts if pending.removed]
+        if removed and len(removed) == len(pack.parts):
+            removed = [Removal(ident, WHOLE_PACK)]
+        if removed:
+            self._books.catalogue.apply(removed)
+            self._upkeep.write_down(pack.namespace, removed)
 
     def _add(self, pack: OpenPack, ident: bytes) -> None:
         """Under the lock."""
