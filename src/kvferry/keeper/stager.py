@@ -42,7 +42,10 @@ class _Batch:
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """A stage under way. name: what it is called where it comes from. disk: what the disk said of it."""
+    """A stage under way. name: what it is called where it comes from. disk: what the disk said of it.
+
+    abandoned: nobody waited for it any more at some time; its tier may never end it.
+    """
 
     stage: Stage
     buffer: Buffer
@@ -51,6 +54,7 @@ class _Run:
     batch: _Batch
     checksums: tuple[bytes, ...] = ()
     disk: Outcome = Outcome.MISS
+    abandoned: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -97,6 +101,7 @@ class Stager:
         self._table = StageTable(max_parts=limits.staged_parts)
         self._live: dict[int, _Live] = {}
         self._runs: dict[Stage, _Run] = {}
+        self._abandoned_bytes = 0  # of buffers
         self._closed = False
 
     @property
@@ -137,6 +142,9 @@ class Stager:
         self._tell(live, [(index, Outcome.LATE) for index in left])
         for stage in unwanted:
             run = self._runs[stage]
+            if not run.abandoned:
+                run.abandoned = True
+                self._abandoned_bytes += run.buffer.nbytes
             run.batch.leave(run)
 
     def forget(self, unwanted: Callable[[PartRef], bool]) -> None:
@@ -155,7 +163,7 @@ class Stager:
 
     def pump(self) -> None:
         """Begin what may begin now."""
-        share = self._buffers.share(Use.STAGE)
+        share = self._buffers.share(Use.STAGE) - self._abandoned_bytes  # what hangs is not waited for
         if self._runs and self._buffers.room(Use.STAGE) < share // REFILL_DIVISOR:
             return
         begun: dict[tuple[bool, float], list[_Run]] = {}
@@ -269,6 +277,8 @@ class Stager:
 
     def _finish(self, run: _Run, outcome: Outcome) -> None:
         del self._runs[run.stage]
+        if run.abandoned:
+            self._abandoned_bytes -= run.buffer.nbytes
         if outcome is Outcome.OK:
             source = "disk" if run.from_disk else "objects"
             self.counts.parts[source] += 1
