@@ -16,6 +16,7 @@ from kvferry.testing.expectations import eventually
 from kvferry.testing.tier_calls import Results, fetch_all, some_bytes, some_ref, store_all
 from kvferry.tiers.contract import Outcome, StoreItem
 from kvferry.tiers.objects import packing, packs, reading
+from kvferry.tiers.objects import tier as objects_tier
 from kvferry.tiers.objects.bucket import BucketError, Trouble
 from kvferry.tiers.objects.names import Kind
 from kvferry.tiers.objects.settings import ObjectSettings
@@ -174,6 +175,20 @@ def test_an_upload_that_failed_and_yet_landed_brings_no_removed_part_back(
     tier._engine.submit(tier._upkeep.refresh()).result(60)
     for each in (tier, store.open()):
         assert _there(each) == [False, removed == 1, False]
+
+
+def test_a_removal_whose_writing_down_falls_over_is_told_and_written_down_with_the_next(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objects_tier, "REMOVE_S", 3600.0)  # this machine may be slow
+    tier = store.open()
+    assert store_all(tier, [FIRST, SECOND, THIRD]) == [Outcome.OK] * 3
+    monkeypatch.setattr(store.bucket.bucket, "put", _Fails(store.bucket.bucket.put))
+    for (ref, _), told in ((FIRST, Outcome.FAILED), (SECOND, Outcome.OK)):
+        results = Results(1)
+        tier.remove([ref], done=lambda outcomes, results=results: results.done(0, outcomes[0]))  # type: ignore[misc]
+        assert results.wait() == [told]
+    assert _there(store.open()) == [False, False, True]
 
 
 # -- drivers -----------------------------------------------------------------------------------------------

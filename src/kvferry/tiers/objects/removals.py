@@ -122,11 +122,14 @@ class Removals:
             )
         except BucketError as error:
             log.warning("objects: what was removed may be found again after a restart: %s", str(error))
-            with books.lock:
-                self._queue[namespace] += removals  # with the next list
-            return False
-        self.lists[name] = frozenset(removal.pack for removal in removals)
-        return True
+        except Exception as error:  # noqa: BLE001 - counted and told by the books
+            books.defect("writing down what was removed", error)
+        else:
+            self.lists[name] = frozenset(removal.pack for removal in removals)
+            return True
+        with books.lock:
+            self._queue[namespace] += removals  # with the next list
+        return False
 
     def _emptied(self, namespace: bytes, removals: Sequence[Removal]) -> list[str]:
         """Packs of which nothing counts any more."""
