@@ -9,7 +9,7 @@ from tests.keeper.rig import EAGER, prompt
 from kvferry.keeper.keeper import Keeper
 from kvferry.keeper.limits import Limits
 from kvferry.keeper.remembered import MAX_FILE_BYTES, load, save
-from kvferry.keeper.reuse import ReuseTable, Use
+from kvferry.keeper.reuse import ReuseTable, Use, most_used
 from kvferry.testing.memory_tier import MemoryTier
 
 REFS = prompt("p", 24, nbytes=100)
@@ -27,7 +27,7 @@ def test_what_was_used_lately_outlives_a_restart(tmp_path: Path, caplog: pytest.
     again.restore(load(file, 300.0))
     for within_s in (150.0, 250.0):
         asked = {"within_s": within_s, "max_bytes": 1 << 30, "namespace": None, "now": 300.0}
-        assert again.most(**asked) == table.most(**asked)  # type: ignore[arg-type]
+        assert most_used(again.all(), **asked) == most_used(table.all(), **asked)  # type: ignore[arg-type]
     smaller = ReuseTable(2)
     smaller.restore(load(file, 300.0))
     assert {use.ref for use in smaller.all()} == set(REFS[2:4])
