@@ -105,6 +105,17 @@ def test_objects_are_measured_beside_bare_obstore(obstore: None, capsys: pytest.
     assert text.count("0.5") >= 2
 
 
+def test_what_copies_cost_a_reader_is_measured_beside_a_reader_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ["--rounds", "1", "--sample-mib", "16", "--only", "keeper", "--json"]
+    assert tiers.main(parse(*options)) == 0
+    found = json.loads(capsys.readouterr().out)["keeper"]
+    assert found["alone_gb_s"] > 0
+    assert found["flushing_gb_s"] > 0
+    assert found["cpu_ratio"] > 0  # a turn whose copies do not all come to the disk and the bucket is an error
+
+
 def test_no_setting_leads_to_the_unchecked_path() -> None:
     names = {setting.name for setting in NODE_SETTINGS}
     assert {name for name in names if "encrypt" in name or "check" in name} == {"encryption_key_file"}

@@ -23,6 +23,7 @@ from kvferry.bench.tier_checks import (
 )
 from kvferry.bench.tier_disk import DiskRow, disk_lines, measure_disk
 from kvferry.bench.tier_disk_upkeep import Upkeep, measure_upkeep, upkeep_lines
+from kvferry.bench.tier_keeper import FlushRow, flush_lines, measure_flush
 from kvferry.bench.tier_objects import ObjectsRow, measure_objects, objects_lines
 from kvferry.bench.tier_protection import Protected, measure_protection, protection_lines
 from kvferry.demo.processes import EXIT_INTERRUPTED, StoppedError, stop_on_signals
@@ -33,7 +34,7 @@ from kvferry.tiers.valkey.tier import ValkeyTier
 PART_MIB = (2.5, 4.0, 6.0, 10.0, 32.0)
 ROUNDS = 9
 SAMPLE_BYTES = 256 << 20
-CHECKS = ("transfers", "protection", "allocator", "shards", "disk", "objects")
+CHECKS = ("transfers", "protection", "allocator", "shards", "disk", "objects", "keeper")
 SHARD_PARTS = 32
 MIN_PART_MIB = 0.01
 MAX_PART_MIB = 256
@@ -79,6 +80,7 @@ class Report:
     disk: list[DiskRow] = field(default_factory=list)
     disk_upkeep: Upkeep | None = None
     objects: list[ObjectsRow] = field(default_factory=list)
+    keeper: FlushRow | None = None
     not_measured: dict[str, str] = field(default_factory=dict)
 
 
@@ -175,6 +177,10 @@ def run(
         with _or_why(report, "objects"):
             progress("objects")
             report.objects = measure_objects(part_mib, rounds, sample_bytes)
+    if "keeper" in checks:
+        with _or_why(report, "keeper"):
+            progress("reads beside a keeper that copies")
+            report.keeper = measure_flush(rounds, sample_bytes)
     return report
 
 
@@ -281,6 +287,7 @@ def render(report: Report) -> str:
     lines += disk_lines(report.disk, WANTED_RATIO)
     lines += upkeep_lines(report.disk_upkeep)
     lines += objects_lines(report.objects, WANTED_OBJECTS_RATIO)
+    lines += flush_lines(report.keeper)
     if report.allocator_overhead:
         shares = ", ".join(f"{mib} MiB {share:.1%}" for mib, share in report.allocator_overhead.items())
         worst = max(report.allocator_overhead.values())
