@@ -113,7 +113,7 @@ def test_what_copies_cost_a_reader_is_measured_beside_a_reader_alone(
     found = json.loads(capsys.readouterr().out)["keeper"]
     assert found["alone_gb_s"] > 0
     assert found["flushing_gb_s"] > 0
-    assert found["cpu_ratio"] > 0  # a turn whose copies do not all come to the disk and the bucket is an error
+    assert found["cpu_ratio"] > 0  # a turn whose copies do not all arrive is an error
 
 
 def test_no_setting_leads_to_the_unchecked_path() -> None:
