@@ -12,9 +12,12 @@ from tests.patience import patient_engine, patient_node
 MODELS = ("llama", "onehead", "gemma", "gptoss", "llama4", "qwen3next", "granite", "deepseek")
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def patient() -> Iterator[None]:
-    """What runs inside this process; a process that a test starts is told by itself."""
+    """What runs inside this process; a process that a test starts is told by itself.
+
+    By module: the tests of other rooms that come after these are about the deadlines as shipped.
+    """
     with patient_engine(), patient_node():
         yield
 
