@@ -16,8 +16,8 @@ MAX_GROUP = (1 << 32) - 2
 _OVERFLOW_GROUP = Path("/proc/sys/kernel/overflowgid")
 
 MAX_AGE_S = 1e9
-_AGE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd]?)")
-_AGE_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_AGE = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd])")
+_AGE_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 _COUNT = re.compile(r"[+-]?[0-9]{1,18}")
 _WHOLE = re.compile(r"([+-]?)0*([0-9]+)")
@@ -65,8 +65,8 @@ def parse_whole(value: object, *, lowest: int, highest: int) -> int:
 
 
 def parse_age(text: object) -> float:
-    """Seconds from ``90s``, ``15m``, ``12h``, ``30d``, or a number of seconds. Raises MisconfiguredError."""
-    match = _AGE.fullmatch(str(text).strip()) if isinstance(text, str | int) else None
+    """Seconds from ``90s``, ``15m``, ``12h``, ``30d``. Raises MisconfiguredError, also without a unit."""
+    match = _AGE.fullmatch(text.strip()) if isinstance(text, str) else None
     seconds = float(match[1]) * _AGE_UNITS[match[2]] if match else 0.0
     if not 0 < seconds <= MAX_AGE_S:
         raise MisconfiguredError(f"{text!r} is no age; write it like 12h or 30d")

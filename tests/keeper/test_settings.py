@@ -135,13 +135,13 @@ def test_any_port_may_be_listened_at() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("90", 90), ("90s", 90), ("15m", 900), ("1.5h", 5400), ("30d", 2_592_000)]
+    ("text", "seconds"), [("90s", 90), ("15m", 900), ("1.5h", 5400), ("30d", 2_592_000)]
 )
 def test_ages_have_units(text: str, seconds: float) -> None:
     assert parse_age(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1d", "1w", "1 year", "1e9", "99999999d"])
+@pytest.mark.parametrize("text", ["", "0", "90", "-1d", "1w", "1 year", "1e9", "99999999d"])
 def test_what_is_no_age_is_refused(text: str) -> None:
     with pytest.raises(MisconfiguredError):
         parse_age(text)

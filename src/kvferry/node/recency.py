@@ -18,6 +18,10 @@ class RecencyRefresh:
     def __init__(self) -> None:
         self._last: OrderedDict[tuple[bytes, bytes], float] = OrderedDict()
 
+    def knows(self, namespace: bytes, chunk: bytes) -> bool:
+        """Whether it counted as refreshed lately."""
+        return (namespace, chunk) in self._last
+
     def due(self, namespace: bytes, chunks: Sequence[bytes], now: float) -> list[bytes]:
         """The chunks to refresh now, in the order given; they count as refreshed."""
         due: list[bytes] = []

@@ -36,9 +36,12 @@ class Telling:
         return self._keepers is not None and self._worth.likely(namespace, prompt)
 
     def stored(self, unsaved: Unsaved) -> None:
-        """The tier has this part."""
-        if self._keepers is not None:
-            self._stored.append(unsaved)
+        """The tier has this part. If it was used before, it was not there to be copied then: it is likely."""
+        if self._keepers is None:
+            return
+        key = unsaved.ref.key
+        used = self._recency.knows(key.namespace, key.chunk)
+        self._stored.append(unsaved._replace(likely=True) if used else unsaved)
 
     def after_turn(self) -> None:
         """Tell what was stored since the last turn."""
