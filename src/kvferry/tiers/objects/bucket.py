@@ -166,6 +166,7 @@ def open_bucket(settings: ObjectSettings) -> Bucket:
 
 def _open(stores: Any, settings: ObjectSettings, place: Place) -> "ObjectStore":
     if place.directory is not None:
+        place.directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # it will hold users' prompts
         store = stores.LocalStore(place.directory, mkdir=True, automatic_cleanup=True)
         _sweep(place.directory)
         return store
