@@ -134,9 +134,7 @@ def test_any_port_may_be_listened_at() -> None:
     assert parse_listen("127.0.0.1:0") == Address("127.0.0.1", 0)
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("90s", 90), ("15m", 900), ("1.5h", 5400), ("30d", 2_592_000)]
-)
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("15m", 900), ("1.5h", 5400), ("30d", 2_592_000)])
 def test_ages_have_units(text: str, seconds: float) -> None:
     assert parse_age(text) == seconds
 
