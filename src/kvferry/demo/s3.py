@@ -6,11 +6,14 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvferry.demo.ports import listens
 from kvferry.errors import MisconfiguredError
+from kvferry.tiers.objects.settings import ObjectSettings
 
 ACCESS_KEY = "kvferry"
 SECRET_KEY = "of no worth"
 REGION = "us-east-1"
+READY_BUCKET = "kvferry-ready"
 PORTS = 4
 HIGHEST_PORT = 55535  # each has another one, 10,000 above
 VOLUME_MIB = 256
@@ -58,6 +61,26 @@ def s3_environment(port: int) -> dict[str, str]:
         "AWS_ACCESS_KEY_ID": ACCESS_KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
     }
+
+
+def s3_answers(port: int) -> bool:
+    """Whether it does all that a tier needs of it. It listens some time before it takes its first object."""
+    if not listens(port):
+        return False
+    from kvferry.tiers.objects.tier import ObjectTier
+
+    settings = ObjectSettings(
+        f"s3://{READY_BUCKET}/ready",
+        endpoint=f"http://127.0.0.1:{port}",
+        region=REGION,
+        access_key=ACCESS_KEY,
+        secret_key=SECRET_KEY,
+    )
+    try:
+        ObjectTier.open(settings).close()
+    except MisconfiguredError:
+        return False
+    return True
 
 
 def sweep_s3_sockets(ports: Sequence[int]) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvferry.demo.ports import free_port, free_ports, listens
+from kvferry.demo.ports import free_port, free_ports
 from kvferry.demo.processes import Child, Children, wait_until
-from kvferry.demo.s3 import HIGHEST_PORT, PORTS, s3_command, s3_environment, sweep_s3_sockets
+from kvferry.demo.s3 import HIGHEST_PORT, PORTS, s3_answers, s3_command, s3_environment, sweep_s3_sockets
 from kvferry.errors import KvferryError, RefusedError, RetryError
 from kvferry.keeper.access import KeeperAccess
 from kvferry.keeper.admin import KeeperAdmin
@@ -78,7 +78,7 @@ class Storage:
         directory.mkdir()
         child = self._children.start("s3", s3_command(directory, self._s3_ports))
         took = wait_until(
-            lambda: listens(self._s3_ports[0]),
+            lambda: s3_answers(self._s3_ports[0]),
             what="the S3 server",
             timeout_s=S3_READY_S,
             children=[child],

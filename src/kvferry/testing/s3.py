@@ -2,9 +2,9 @@
 
 import asyncio
 import contextlib
-import socket
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from kvferry.demo.s3 import (
     PORTS,
     REGION,
     SECRET_KEY,
+    s3_answers,
     s3_command,
     s3_environment,
     sweep_s3_sockets,
@@ -44,7 +45,11 @@ class S3Server:
         self.port = self._ports[0]
         command = s3_command(directory, self._ports)
         self._program = Program(
-            f"s3-{self.port}", command, directory=directory, ready=self._listens, start_s=START_S
+            f"s3-{self.port}",
+            command,
+            directory=directory,
+            ready=partial(s3_answers, self.port),
+            start_s=START_S,
         )
         self._program.start()
 
@@ -84,11 +89,6 @@ class S3Server:
         """Kill it, as a crash, and take away the sockets that it leaves. Idempotent."""
         self._program.close()
         sweep_s3_sockets(self._ports)
-
-    def _listens(self) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1.0):
-            return True
-        return False
 
 
 def start_s3(directory: Path) -> S3Server:
