@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.bench import tiers
-from kvferry.bench.tier_disk import DiskRow
+from kvferry.bench.tier_beside import BesideRow
 from kvferry.bench.tier_disk_upkeep import Upkeep
-from kvferry.bench.tier_objects import ObjectsRow
 from kvferry.bench.tier_protection import Protected
 from kvferry.config import NODE_SETTINGS
 from kvferry.errors import MisconfiguredError
@@ -82,7 +81,7 @@ def test_the_disk_is_measured_beside_a_bare_loop(capsys: pytest.CaptureFixture[s
     upkeep = Upkeep(**report["disk_upkeep"])
     assert upkeep.amplification["0"] == 1.0 <= max(upkeep.amplification.values()) <= 2.0
     assert upkeep.indexed_parts == 1562
-    text = tiers.render(tiers.Report(disk=[DiskRow(**row) for row in report["disk"]], disk_upkeep=upkeep))
+    text = tiers.render(tiers.Report(disk=[BesideRow(**row) for row in report["disk"]], disk_upkeep=upkeep))
     assert "kvferry" in text
     assert "1,562 parts of 2.5 MiB found again" in text
     assert text.count("0.5") >= 2
@@ -100,7 +99,7 @@ def test_objects_are_measured_beside_bare_obstore(obstore: None, capsys: pytest.
     report = json.loads(capsys.readouterr().out)
     found = [(row["operation"], row["part_mib"]) for row in report["objects"]]
     assert found == [("read", 0.5), ("write", 0.5)]
-    text = tiers.render(tiers.Report(objects=[ObjectsRow(**row) for row in report["objects"]]))
+    text = tiers.render(tiers.Report(objects=[BesideRow(**row) for row in report["objects"]]))
     assert "kvferry" in text
     assert text.count("0.5") >= 2
 

@@ -7,15 +7,13 @@ last. Parts are removed after their turn, so that nothing is carried over: that 
 
 import contextlib
 import os
-import statistics
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.bench.tier_arms import WAIT_S, Parts, TierArm, parts_in_memory
+from kvferry.bench.tier_beside import BesideRow, Turn, beside, take_turn
 from kvferry.errors import BrokenError, MisconfiguredError
 from kvferry.tiers.disk.settings import DiskSettings
 from kvferry.tiers.disk.tier import DiskTier
@@ -24,26 +22,6 @@ LARGEST_PART_MIB = 16
 ROOM = 4
 """The tier's size in samples, so that it evicts while it is measured."""
 LEAST_ROOM_BYTES = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class DiskRow:
-    """One operation at one part size. cpu_s_gb: of this process. ratio: of the tier to the bare loop."""
-
-    operation: str
-    part_mib: float
-    bare_gb_s: float
-    tier_gb_s: float
-    ratio: float
-    ratio_quartiles: tuple[float, float]
-    bare_cpu_s_gb: float
-    tier_cpu_s_gb: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    gb_s: float
-    cpu_s_gb: float
 
 
 class BareFile:
@@ -106,9 +84,9 @@ class DiskArm(TierArm):
             raise BrokenError(f"a removal did not end in {WAIT_S:.0f} s")
 
 
-def measure_disk(part_mib: Sequence[float], rounds: int, sample_bytes: int) -> list[DiskRow]:
+def measure_disk(part_mib: Sequence[float], rounds: int, sample_bytes: int) -> list[BesideRow]:
     """Writes and reads at each size up to LARGEST_PART_MIB. Raises MisconfiguredError where it cannot."""
-    rows: list[DiskRow] = []
+    rows: list[BesideRow] = []
     for mib in part_mib:
         if mib <= LARGEST_PART_MIB:
             with _arms(sample_bytes) as arms, parts_in_memory(_whole_pages(mib), sample_bytes) as parts:
@@ -117,19 +95,6 @@ def measure_disk(part_mib: Sequence[float], rounds: int, sample_bytes: int) -> l
                 finally:
                     arms[1].close()  # joins the threads that may still read or fill the parts' memory
     return rows
-
-
-def disk_lines(rows: Sequence[DiskRow], wanted_ratio: float) -> list[str]:
-    """As text; what falls short is marked."""
-    head = ("disk", "part MiB", "bare", "kvferry", "ratio", "quartiles", "CPU s/GB", "(bare)")
-    lines = [_line(head)] if rows else []
-    for row in rows:
-        low, high = row.ratio_quartiles
-        cells = [row.operation, f"{row.part_mib:g}", f"{row.bare_gb_s:.2f}", f"{row.tier_gb_s:.2f}"]
-        cells += [f"{row.ratio:.2f}", f"{low:.2f}-{high:.2f}"]
-        cells += [f"{row.tier_cpu_s_gb:.3f}", f"{row.bare_cpu_s_gb:.3f}"]
-        lines.append(_line(cells) + ("  short" if row.ratio < wanted_ratio else ""))
-    return [*lines, f"GB/s; wanted: ratio {wanted_ratio:.2f}", ""] if rows else []
 
 
 @contextlib.contextmanager
@@ -148,48 +113,22 @@ def _whole_pages(mib: float) -> int:
     return max(1, int(mib * 256)) * 4096
 
 
-def _compare(arms: tuple[BareFile, DiskArm], parts: Parts, part_mib: float, rounds: int) -> list[DiskRow]:
+def _compare(arms: tuple[BareFile, DiskArm], parts: Parts, part_mib: float, rounds: int) -> list[BesideRow]:
     """The first round warms up and is not counted."""
-    writes: list[list[_Turn]] = [[], []]
-    reads: list[list[_Turn]] = [[], []]
+    writes: list[list[Turn]] = [[], []]
+    reads: list[list[Turn]] = [[], []]
     for number in range(rounds + 1):
         named = parts.renamed()
         for index in (0, 1) if number % 2 else (1, 0):
-            turn = _turn(arms[index].set, named)
+            turn = take_turn(arms[index].set, named)
             if number:
                 writes[index].append(turn)
         for index in (0, 1) if number % 2 else (1, 0):
-            turn = _turn(arms[index].get, named)
+            turn = take_turn(arms[index].get, named)
             named.verify()
             for view in named.target:
                 view[:8] = bytes(8)
             if number:
                 reads[index].append(turn)
         arms[1].forget(named)
-    return [_row("read", part_mib, *reads), _row("write", part_mib, *writes)]
-
-
-def _turn(work: Callable[[Parts], None], parts: Parts) -> _Turn:
-    cpu_s, began = time.process_time(), time.perf_counter()
-    work(parts)
-    elapsed_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_s
-    return _Turn(parts.nbytes / elapsed_s / 1e9, cpu_s / (parts.nbytes / 1e9))
-
-
-def _row(operation: str, part_mib: float, bare: Sequence[_Turn], tier: Sequence[_Turn]) -> DiskRow:
-    ratios = [ours.gb_s / limit.gb_s for limit, ours in zip(bare, tier, strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-    return DiskRow(
-        operation=operation,
-        part_mib=part_mib,
-        bare_gb_s=statistics.median(turn.gb_s for turn in bare),
-        tier_gb_s=statistics.median(turn.gb_s for turn in tier),
-        ratio=statistics.median(ratios),
-        ratio_quartiles=(quartiles[0], quartiles[2]),
-        bare_cpu_s_gb=statistics.median(turn.cpu_s_gb for turn in bare),
-        tier_cpu_s_gb=statistics.median(turn.cpu_s_gb for turn in tier),
-    )
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "".join(f"{cell:>11}" if place else f"{cell:5}" for place, cell in enumerate(cells))
+    return [beside("read", part_mib, *reads), beside("write", part_mib, *writes)]

@@ -8,13 +8,11 @@ import asyncio
 import contextlib
 import mmap
 import os
-import statistics
 import threading
-import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from kvferry.bench.tier_arms import WAIT_S, Parts, TierArm, parts_in_memory
+from kvferry.bench.tier_beside import BesideRow, Turn, beside, take_turn
 from kvferry.errors import BrokenError
 from kvferry.testing.s3 import running_s3
 from kvferry.tiers.objects.bucket import Bucket, open_bucket
@@ -24,26 +22,6 @@ from kvferry.tiers.objects.tier import ObjectTier
 LARGEST_PART_MIB = 16
 LINGER_S = 0.02
 """The last pack of a turn should not wait for parts that do not come."""
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectsRow:
-    """One operation at one part size. cpu_s_gb: of this process. ratio: of the tier to bare obstore."""
-
-    operation: str
-    part_mib: float
-    bare_gb_s: float
-    tier_gb_s: float
-    ratio: float
-    ratio_quartiles: tuple[float, float]
-    bare_cpu_s_gb: float
-    tier_cpu_s_gb: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    gb_s: float
-    cpu_s_gb: float
 
 
 class BareObjects:
@@ -117,9 +95,9 @@ class ObjectsArm(TierArm):
             raise BrokenError(f"a removal did not end in {WAIT_S:.0f} s")
 
 
-def measure_objects(part_mib: Sequence[float], rounds: int, sample_bytes: int) -> list[ObjectsRow]:
+def measure_objects(part_mib: Sequence[float], rounds: int, sample_bytes: int) -> list[BesideRow]:
     """Writes and reads at each size up to LARGEST_PART_MIB. Raises MisconfiguredError where it cannot."""
-    rows: list[ObjectsRow] = []
+    rows: list[BesideRow] = []
     with running_s3() as server:
         settings = server.settings("kvferry-bench/tiers", linger_s=LINGER_S)
         for mib in part_mib:
@@ -130,19 +108,6 @@ def measure_objects(part_mib: Sequence[float], rounds: int, sample_bytes: int) -
                     finally:
                         arms[1].close()  # joins the threads that may still read or fill the parts' memory
     return rows
-
-
-def objects_lines(rows: Sequence[ObjectsRow], wanted_ratio: float) -> list[str]:
-    """As text; what falls short is marked."""
-    head = ("objects", "part MiB", "bare", "kvferry", "ratio", "quartiles", "CPU s/GB", "(bare)")
-    lines = [_line(head)] if rows else []
-    for row in rows:
-        low, high = row.ratio_quartiles
-        cells = [row.operation, f"{row.part_mib:g}", f"{row.bare_gb_s:.2f}", f"{row.tier_gb_s:.2f}"]
-        cells += [f"{row.ratio:.2f}", f"{low:.2f}-{high:.2f}"]
-        cells += [f"{row.tier_cpu_s_gb:.3f}", f"{row.bare_cpu_s_gb:.3f}"]
-        lines.append(_line(cells) + ("  short" if row.ratio < wanted_ratio else ""))
-    return [*lines, f"GB/s; wanted: ratio {wanted_ratio:.2f}", ""] if rows else []
 
 
 @contextlib.contextmanager
@@ -158,49 +123,23 @@ def _arms(settings: ObjectSettings) -> Iterator[tuple[BareObjects, ObjectsArm]]:
 
 def _compare(
     arms: tuple[BareObjects, ObjectsArm], parts: Parts, part_mib: float, rounds: int
-) -> list[ObjectsRow]:
+) -> list[BesideRow]:
     """The first round warms up and is not counted."""
-    writes: list[list[_Turn]] = [[], []]
-    reads: list[list[_Turn]] = [[], []]
+    writes: list[list[Turn]] = [[], []]
+    reads: list[list[Turn]] = [[], []]
     for number in range(rounds + 1):
         named = parts.renamed()
         order = (0, 1) if number % 2 else (1, 0)
         for index in order:
-            writes[index].append(_turn(arms[index].set, named))
+            writes[index].append(take_turn(arms[index].set, named))
         for index in order:
-            reads[index].append(_turn(arms[index].get, named))
+            reads[index].append(take_turn(arms[index].get, named))
         named.verify()
         for view in named.target:
             view[:8] = bytes(8)
         for arm in arms:
             arm.forget(named)
     return [
-        _row("read", part_mib, *(turns[1:] for turns in reads)),
-        _row("write", part_mib, *(turns[1:] for turns in writes)),
+        beside("read", part_mib, *(turns[1:] for turns in reads)),
+        beside("write", part_mib, *(turns[1:] for turns in writes)),
     ]
-
-
-def _turn(work: Callable[[Parts], None], parts: Parts) -> _Turn:
-    cpu_s, began = time.process_time(), time.perf_counter()
-    work(parts)
-    elapsed_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_s
-    return _Turn(parts.nbytes / elapsed_s / 1e9, cpu_s / (parts.nbytes / 1e9))
-
-
-def _row(operation: str, part_mib: float, bare: Sequence[_Turn], tier: Sequence[_Turn]) -> ObjectsRow:
-    ratios = [ours.gb_s / limit.gb_s for limit, ours in zip(bare, tier, strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-    return ObjectsRow(
-        operation=operation,
-        part_mib=part_mib,
-        bare_gb_s=statistics.median(turn.gb_s for turn in bare),
-        tier_gb_s=statistics.median(turn.gb_s for turn in tier),
-        ratio=statistics.median(ratios),
-        ratio_quartiles=(quartiles[0], quartiles[2]),
-        bare_cpu_s_gb=statistics.median(turn.cpu_s_gb for turn in bare),
-        tier_cpu_s_gb=statistics.median(turn.cpu_s_gb for turn in tier),
-    )
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "".join(f"{cell:>11}" if place else f"{cell:8}" for place, cell in enumerate(cells))

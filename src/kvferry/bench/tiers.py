@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 from kvferry.bench.tier_arms import Arm, BareArm, Parts, TierArm, glide_sync, parts_in_memory, valkey_py
+from kvferry.bench.tier_beside import BesideRow, beside_lines
 from kvferry.bench.tier_checks import (
     MAX_OVERHEAD,
     ROOM,
@@ -21,10 +22,10 @@ from kvferry.bench.tier_checks import (
     allocator_overhead,
     shards_add_up,
 )
-from kvferry.bench.tier_disk import DiskRow, disk_lines, measure_disk
+from kvferry.bench.tier_disk import measure_disk
 from kvferry.bench.tier_disk_upkeep import Upkeep, measure_upkeep, upkeep_lines
 from kvferry.bench.tier_keeper import FlushRow, flush_lines, measure_flush
-from kvferry.bench.tier_objects import ObjectsRow, measure_objects, objects_lines
+from kvferry.bench.tier_objects import measure_objects
 from kvferry.bench.tier_protection import Protected, measure_protection, protection_lines
 from kvferry.demo.processes import EXIT_INTERRUPTED, StoppedError, stop_on_signals
 from kvferry.errors import MisconfiguredError
@@ -77,9 +78,9 @@ class Report:
     protection: list[Protected] = field(default_factory=list)
     allocator_overhead: dict[str, float] = field(default_factory=dict)
     shards: dict[str, float] = field(default_factory=dict)
-    disk: list[DiskRow] = field(default_factory=list)
+    disk: list[BesideRow] = field(default_factory=list)
     disk_upkeep: Upkeep | None = None
-    objects: list[ObjectsRow] = field(default_factory=list)
+    objects: list[BesideRow] = field(default_factory=list)
     keeper: FlushRow | None = None
     not_measured: dict[str, str] = field(default_factory=dict)
 
@@ -284,9 +285,9 @@ def render(report: Report) -> str:
     if report.transfers:
         lines += _transfer_lines(report.transfers)
     lines += protection_lines(report.protection)
-    lines += disk_lines(report.disk, WANTED_RATIO)
+    lines += beside_lines("disk", report.disk, WANTED_RATIO)
     lines += upkeep_lines(report.disk_upkeep)
-    lines += objects_lines(report.objects, WANTED_OBJECTS_RATIO)
+    lines += beside_lines("objects", report.objects, WANTED_OBJECTS_RATIO)
     lines += flush_lines(report.keeper)
     if report.allocator_overhead:
         shares = ", ".join(f"{mib} MiB {share:.1%}" for mib, share in report.allocator_overhead.items())
