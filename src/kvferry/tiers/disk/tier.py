@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvferry.errors import BrokenError, MisconfiguredError
-from kvferry.identity.names import DIGEST_BYTES, MAX_PART_BYTES, MAX_PARTS, NAMESPACE_BYTES, PartRef
-from kvferry.identity.stripes import CHECKSUM_BYTES, stripe_plan
+from kvferry.errors import MisconfiguredError
+from kvferry.identity.names import PartRef
+from kvferry.tiers.calls import exactly, fetched, possible, removal, storable, stored
 from kvferry.tiers.contract import (
     Dropped,
     FetchItem,
@@ -119,10 +119,10 @@ class DiskTier:
         self, items: Sequence[FetchItem], *, deadline: float, done: Callable[[int, FetchResult], None]
     ) -> Transfer:
         """See the contract."""
-        memories = [_exactly(item.into, item.ref) for item in items]
+        memories = [exactly(item.into, item.ref) for item in items]
         operation = Operation(deadline, self._books.wake_clock)
         work = [
-            Item(operation, item.ref, memory, partial(_fetched, done, index))
+            Item(operation, item.ref, memory, partial(fetched, done, index))
             for index, (item, memory) in enumerate(zip(items, memories, strict=True))
         ]
         self._begin(work, deadline)
@@ -132,10 +132,10 @@ class DiskTier:
         self, items: Sequence[StoreItem], *, deadline: float, done: Callable[[int, Outcome], None]
     ) -> Transfer:
         """See the contract. BrokenError for a name or checksums that no part has."""
-        memories = [_storable(item) for item in items]
+        memories = [storable(item) for item in items]
         operation = Operation(deadline, self._books.wake_clock)
         work = [
-            Item(operation, item.ref, memory, partial(_stored, done, index), item.checksums, write=True)
+            Item(operation, item.ref, memory, partial(stored, done, index), item.checksums, write=True)
             for index, (item, memory) in enumerate(zip(items, memories, strict=True))
         ]
         self._begin(work, deadline)
@@ -160,7 +160,7 @@ class DiskTier:
                 removed = [books.log.remove(ref) for ref in refs]
                 outcomes = [Outcome.OK if there else Outcome.MISS for there, _ in removed]
                 places = [place for _, places in removed for place in places]
-                ended = partial(_removed, done, outcomes) if done is not None else None
+                ended = partial(removal, done, outcomes) if done is not None else None
                 books.mark(Removal(places, time.monotonic() + REMOVE_S, ended))
         _call(report)
 
@@ -271,7 +271,7 @@ class DiskTier:
         """How it ends without any work. Under the lock."""
         if not item.write and item.ref not in self._books.log.records:
             return Outcome.MISS, None
-        if item.write and not 1 <= item.ref.nbytes <= MAX_PART_BYTES:
+        if item.write and not possible(item.ref):
             return Outcome.REFUSED, Cause.NO_PART
         return (Outcome.REFUSED, Cause.QUEUE_FULL) if full else None
 
@@ -292,41 +292,6 @@ def _call(report: Report | None) -> None:
         call(report)
 
 
-def _removed(done: Callable[[Sequence[Outcome]], None], outcomes: Sequence[Outcome], ending: Outcome) -> None:
-    done(outcomes if ending is Outcome.OK else [ending] * len(outcomes))
-
-
 def _ended_late(done: Callable[[Sequence[Outcome]], None] | None, count: int) -> None:
     if done is not None:
         done([Outcome.LATE] * count)
-
-
-def _fetched(
-    done: Callable[[int, FetchResult], None], index: int, outcome: Outcome, checksums: tuple[bytes, ...]
-) -> None:
-    done(index, FetchResult(outcome, checksums))
-
-
-def _stored(
-    done: Callable[[int, Outcome], None], index: int, outcome: Outcome, checksums: tuple[bytes, ...]
-) -> None:
-    del checksums
-    done(index, outcome)
-
-
-def _exactly(memory: memoryview, ref: PartRef) -> memoryview:
-    if memory.nbytes != ref.nbytes or not memory.contiguous:
-        raise BrokenError(f"memory of {memory.nbytes} bytes for a part of {ref.nbytes}")
-    return memory if memory.format == "B" and memory.ndim == 1 else memory.cast("B")
-
-
-def _storable(item: StoreItem) -> memoryview:
-    namespace, chunk, part = item.ref.key
-    if (len(namespace), len(chunk)) != (NAMESPACE_BYTES, DIGEST_BYTES) or not 0 <= part < MAX_PARTS:
-        raise BrokenError(f"no part has the name {item.ref.key!r}")
-    if item.checksums and {len(each) for each in item.checksums} != {CHECKSUM_BYTES}:
-        raise BrokenError(f"checksums have {CHECKSUM_BYTES} bytes each")
-    possible = 1 <= item.ref.nbytes <= MAX_PART_BYTES
-    if possible and item.checksums and len(item.checksums) != len(stripe_plan(item.ref.nbytes)):
-        raise BrokenError(f"{len(item.checksums)} checksums for a part of {item.ref.nbytes} bytes")
-    return _exactly(item.data, item.ref)

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from kvferry.errors import BrokenError
-from kvferry.identity.names import DIGEST_BYTES, MAX_PART_BYTES, MAX_PARTS, NAMESPACE_BYTES, PartRef
-from kvferry.identity.stripes import CHECKSUM_BYTES, stripe_plan
+from kvferry.identity.names import PartRef
+from kvferry.tiers.calls import exactly, fetched, possible, removal, storable, stored
 from kvferry.tiers.contract import (
     Dropped,
     FetchItem,
@@ -102,10 +101,10 @@ class ObjectTier:
         self, items: Sequence[FetchItem], *, deadline: float, done: Callable[[int, FetchResult], None]
     ) -> Transfer:
         """See the contract. Neighbours of a pack are read with one request."""
-        memories = [_exactly(item.into, item.ref) for item in items]
+        memories = [exactly(item.into, item.ref) for item in items]
         operation = Operation(deadline, self._over_now)
         work = [
-            Item(operation, item.ref, memory, partial(_fetched, done, index))
+            Item(operation, item.ref, memory, partial(fetched, done, index))
             for index, (item, memory) in enumerate(zip(items, memories, strict=True))
         ]
         self._begin(operation, work)
@@ -118,10 +117,10 @@ class ObjectTier:
 
         BrokenError for a name or checksums that no part has.
         """
-        memories = [_storable(item) for item in items]
+        memories = [storable(item) for item in items]
         operation = Operation(deadline, self._over_now)
         work = [
-            Item(operation, item.ref, memory, partial(_stored, done, index), item.checksums, write=True)
+            Item(operation, item.ref, memory, partial(stored, done, index), item.checksums, write=True)
             for index, (item, memory) in enumerate(zip(items, memories, strict=True))
         ]
         self._begin(operation, work)
@@ -146,7 +145,7 @@ class ObjectTier:
             else:
                 late = None
                 outcomes = [self._remove(ref) for ref in refs]
-                self._notify(partial(_written, told, outcomes))
+                self._notify(partial(removal, told, outcomes))
         call(late)
 
     def drop(
@@ -238,7 +237,7 @@ class ObjectTier:
         with books.lock:
             for item in items:
                 refusal = books.refusal(operation.deadline, write=item.write)
-                if refusal is None and item.write and not _possible(item.ref):
+                if refusal is None and item.write and not possible(item.ref):
                     refusal = Outcome.REFUSED, NO_PART
                 if refusal is None and not books.begin(item):
                     refusal = Outcome.REFUSED, QUEUE_FULL
@@ -306,44 +305,3 @@ def _jobs(reads: Sequence[tuple[Item, Record]]) -> list[Job]:
 
 def _nobody(outcomes: Sequence[Outcome]) -> None:
     """Nobody waits for a removal."""
-
-
-def _written(told: Callable[[Sequence[Outcome]], None], outcomes: Sequence[Outcome], ending: Outcome) -> None:
-    told(outcomes if ending is Outcome.OK else [ending] * len(outcomes))
-
-
-def _fetched(
-    done: Callable[[int, FetchResult], None], index: int, outcome: Outcome, checksums: tuple[bytes, ...]
-) -> None:
-    done(index, FetchResult(outcome, checksums))
-
-
-def _stored(
-    done: Callable[[int, Outcome], None], index: int, outcome: Outcome, checksums: tuple[bytes, ...]
-) -> None:
-    del checksums
-    done(index, outcome)
-
-
-def _exactly(memory: memoryview, ref: PartRef) -> memoryview:
-    if memory.nbytes != ref.nbytes or not memory.contiguous:
-        raise BrokenError(f"memory of {memory.nbytes} bytes for a part of {ref.nbytes}")
-    return memory if memory.format == "B" and memory.ndim == 1 else memory.cast("B")
-
-
-def _possible(ref: PartRef) -> bool:
-    """Whether a part may have that size."""
-    return 1 <= ref.nbytes <= MAX_PART_BYTES
-
-
-def _storable(item: StoreItem) -> memoryview:
-    """Its memory. What would make a pack unreadable is refused before it can join one."""
-    ref = item.ref
-    namespace, chunk, part = ref.key
-    if (len(namespace), len(chunk)) != (NAMESPACE_BYTES, DIGEST_BYTES) or not 0 <= part < MAX_PARTS:
-        raise BrokenError(f"no part has the name {ref.key!r}")
-    if item.checksums and {len(each) for each in item.checksums} != {CHECKSUM_BYTES}:
-        raise BrokenError(f"checksums have {CHECKSUM_BYTES} bytes each")
-    if item.checksums and _possible(ref) and len(item.checksums) != len(stripe_plan(ref.nbytes)):
-        raise BrokenError(f"{len(item.checksums)} checksums for a part of {ref.nbytes} bytes")
-    return _exactly(item.data, ref)
