@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.node.fleet import WAIT_S, Engine, at_rest, digests
@@ -17,6 +18,7 @@ from kvferry.client.messages import LoadEnd, LookupAnswer, Reason
 from kvferry.client.messages import Tier as Place
 from kvferry.identity.sealing import KeyRing, SealingKey
 from kvferry.keeper.keeper import Keeper
+from kvferry.node.estimate import Estimator, Verdict
 from kvferry.testing.expectations import eventually
 from kvferry.testing.s3 import start_obstore
 
@@ -188,6 +190,39 @@ def test_a_keeper_that_says_nothing_costs_a_lookup_its_wait_and_nothing_that_val
     assert answer.tiers == (Place.MEMORY,) * 4 + (Place.DISK,) * 8
     assert engine.load(answer, chunks) == [LoadEnd(Reason.COMPLETE, 12)]
     at_rest(node)
+
+
+@pytest.mark.parametrize("lost", [(0,), (3, 4, 9), tuple(range(12))], ids=["head", "some", "all"])
+def test_what_valkey_evicts_between_probe_and_fetch_comes_from_below_and_the_load_is_whole(
+    lost: tuple[int, ...], fleet: KeptFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is called what it was at the lookup."""
+    chunks = digests(12)
+    fleet.keeper()
+    _keep(fleet, chunks)
+    _, first = fleet.host()
+    assert first.load(first.lookup(chunks), chunks) == [LoadEnd(Reason.COMPLETE, 12)]
+    node, engine = fleet.host()
+    decide, names = Estimator.decide, fleet.server.key_names()
+
+    def evict(chunk: bytes) -> None:
+        for name in names:
+            if chunk.hex().encode() in name:
+                fleet.server.ask("DEL", name)
+
+    def decide_and_evict(self: Estimator, *asked: Any) -> Verdict:
+        for number in lost:
+            evict(chunks[number])
+        return decide(self, *asked)
+
+    monkeypatch.setattr(Estimator, "decide", decide_and_evict)
+    answer = engine.lookup(chunks)
+    assert answer.tiers == (Place.VALKEY,) * 12
+    assert engine.load(answer, chunks) == [LoadEnd(Reason.COMPLETE, 12)]
+    at_rest(node)
+    counters = node.statistics().counters
+    assert counters.staged_parts == {"valkey": len(lost)}
+    assert not counters.failed and not counters.stage_failed
 
 
 @pytest.mark.parametrize("how", ["silent", "gone"])

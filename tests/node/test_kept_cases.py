@@ -13,7 +13,7 @@ from kvferry.identity.names import PartKey
 from kvferry.keeper.wire import Where
 from kvferry.node import estimate
 from kvferry.node.state import Namespace
-from kvferry.node.wire import Answer, Corrupt, Reason, Role, Tier
+from kvferry.node.wire import Answer, Corrupt, PartsReady, Reason, Role, Tier
 from kvferry.tiers.contract import Outcome
 
 
@@ -94,11 +94,127 @@ def test_what_is_not_staged_ends_the_load_there_as_a_failure_and_the_head_comes(
     assert model.world.state.counters.missed_chunks == 0
 
 
-def test_what_is_evicted_between_stage_and_fetch_ends_the_load_there(model: Kept) -> None:
+def _evict(model: Kept, *numbers: int) -> None:
+    """The tier loses what it had of these chunks; keepers have all."""
+    for key in [key for key in model.valkey.values if key.chunk in [DIGESTS[number] for number in numbers]]:
+        del model.valkey.values[key]
+
+
+def _fetch_all(model: Kept) -> None:
+    for fetch in list(model.valkey.fetches):
+        model.valkey.finish(fetch, None)
+    model.check()
+
+
+def _from_the_tier(model: Kept, chunks: int) -> Loading:
+    """A load of which the tier has everything when it is probed."""
+    for key in KEYS:
+        if key.chunk in DIGESTS[:chunks]:
+            model.valkey.values[key] = model.below.values[key][0]
+    probe = model.ask(0, ODD, DIGESTS[:chunks])
+    assert probe is not None
+    model.valkey.answer(probe, None, 0)
+    model.check()
+    (loading,) = model.loads.values()
+    model.join(0, loading, 0)
+    model.check()
+    return loading
+
+
+def test_what_is_evicted_between_stage_and_fetch_is_staged_once_more_and_no_oftener(model: Kept) -> None:
     loading = model.load(0, ODD, DIGESTS[:3])
     model.below.finish(model.below.stages[1], None, lost=True)
     model.bring()
-    assert (loading.end, model.counters) == (1, {"gone": 1})
+    assert (loading.end, loading.given, model.counters) == (3, loading.needed, {})
+    model.end(loading)
+    model.check()
+    again = model.load(0, ODD, DIGESTS[3:6])
+    for _ in range(2):
+        stage = next(stage for stage in model.below.stages if stage.ref.key == again.key(1, 0))
+        model.below.finish(stage, None, lost=True)
+        model.check()
+        _fetch_all(model)
+    model.bring()
+    assert (again.end, model.counters) == (1, {"gone": 1})
+
+
+def test_what_is_evicted_between_probe_and_fetch_is_staged_and_the_load_is_whole(model: Kept) -> None:
+    """And tells nothing of how fast the tier is."""
+    loading = _from_the_tier(model, 4)
+    _evict(model, 1, 2)
+    model.clock.now += 0.05
+    _fetch_all(model)
+    assert [stage.ref.key for stage in model.below.stages] == [loading.key(1, 0), loading.key(2, 0)]
+    assert (loading.end, loading.given) == (4, {(0, 0), (3, 0)})
+    model.clock.now += 0.05
+    model.bring()
+    assert (loading.end, loading.given, model.counters) == (4, loading.needed, {})
+    assert model.world.state.counters.staged_parts == {"valkey": 2}
+    assert model.world.state.fetch_rate.rate(model.clock.now).bytes_per_s is None
+
+
+def test_a_part_that_is_lost_and_staged_is_no_stall_and_costs_no_more_than_the_deadline(model: Kept) -> None:
+    loading = _from_the_tier(model, 3)
+    live = model.world.app.loads._loads[loading.load_id]
+    live.stall_s = 0.25
+    _evict(model, 1)
+    _fetch_all(model)
+    (worker,) = [peer for peer in model.peers if (peer, 0) in loading.joined]
+    told = 0
+    while model.clock.now + 0.2 < loading.deadline:
+        model.clock.now += 0.2
+        model.world.settle()
+        told += sum(isinstance(message, PartsReady) and not message.places for message in worker.inbox)
+        model.check()
+        assert loading.end == 3
+    assert told > 5
+    model.clock.now = loading.deadline
+    model.check()
+    assert (loading.end, model.counters) == (1, {"deadline": 1})
+    assert model.world.app.loads.fetches == 0
+    assert all(stage.call.cancelled for stage in model.below.stages)
+
+
+@pytest.mark.parametrize(("ending", "cause"), [(Outcome.MISS, "gone"), (None, "tier-down")])
+def test_a_part_that_is_lost_and_that_no_keeper_brings_ends_the_load_there(
+    model: Kept, ending: Outcome | None, cause: str
+) -> None:
+    """None: they are away."""
+    loading = _from_the_tier(model, 3)
+    _evict(model, 1)
+    model.below.up = ending is not None
+    _fetch_all(model)
+    for stage in list(model.below.stages):
+        model.below.finish(stage, ending)
+    model.check()
+    assert (loading.end, loading.given, model.counters) == (1, {(0, 0), (2, 0)}, {cause: 1})
+
+
+def test_who_joins_a_fetch_of_a_lost_part_gets_it_and_what_is_said_of_an_earlier_stage_is_not_heard(
+    model: Kept,
+) -> None:
+    first = _from_the_tier(model, 2)
+    _evict(model, 0)
+    model.valkey.finish(model.valkey.fetches[0], None)
+    model.check()
+    probe = model.ask(1, ODD, DIGESTS[:2])
+    assert probe is not None
+    model.valkey.answer(probe, None, 0)
+    model.check()
+    model.below.answer(model.below.locates[-1])
+    model.check()
+    (stage,) = model.below.stages
+    model.below.finish(stage, None, lost=True, often=1)
+    model.check()
+    (fetch,) = [fetch for fetch in model.valkey.fetches if fetch.item.ref.key == first.key(0, 0)]
+    model.valkey.finish(fetch, None)
+    model.check()
+    stage.done(stage.index, Outcome.MISS)
+    model.check()
+    assert first.end == 2
+    model.bring()
+    assert all(loading.end == 2 for loading in model.loads.values())
+    assert not model.counters
 
 
 def test_two_requests_share_one_stage_and_the_second_gets_all_when_the_first_ends(model: Kept) -> None:

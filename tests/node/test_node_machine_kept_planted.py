@@ -24,7 +24,7 @@ def take_a_staged_part_for_a_fetched_one(patch: pytest.MonkeyPatch) -> None:
     def hasty(self: DeepFetch, staged: Sequence[int]) -> None:
         for index in staged:
             key = self._items[index].ref.key
-            self._post(lambda at=index, key=key: self._done(at, FetchResult(Outcome.OK, CHECKSUMS[key])))
+            self._loop.post(lambda at=index, key=key: self._done(at, FetchResult(Outcome.OK, CHECKSUMS[key])))
 
     patch.setattr(DeepFetch, "_fetch", hasty)
 
@@ -50,7 +50,7 @@ def give_up_a_slot_that_the_tier_still_writes_to(patch: pytest.MonkeyPatch) -> N
     def hasty(self: DeepFetch) -> None:
         cancel(self)
         for index in fetching.pop(self, []):
-            self._post(lambda at=index: self._done(at, FetchResult(Outcome.LATE, ())))
+            self._loop.post(lambda at=index: self._done(at, FetchResult(Outcome.LATE, ())))
         fetching[self] = []
 
     patch.setattr(DeepFetch, "_fetch", remember)
@@ -59,18 +59,30 @@ def give_up_a_slot_that_the_tier_still_writes_to(patch: pytest.MonkeyPatch) -> N
 
 def listen_to_what_is_said_twice(patch: pytest.MonkeyPatch) -> None:
     """Each report of a staged part begins a fetch."""
+    take = DeepFetch._take_reports
 
     def eager(self: DeepFetch) -> None:
-        self._called = False
         while self._reports:
-            index, outcome = self._reports.popleft()
-            self._staging.discard(index)
+            index, _, outcome = self._reports.popleft()
+            self._staging.pop(index, None)
             if outcome is Outcome.OK:
                 self._fetch([index])
             else:
                 self._done(index, FetchResult(outcome, ()))
+        take(self)
 
     patch.setattr(DeepFetch, "_take_reports", eager)
+
+
+def forget_a_part_that_the_tier_has_lost(patch: pytest.MonkeyPatch) -> None:
+    """Nobody stages it, and nobody says so."""
+    take = DeepFetch._take_reports
+
+    def careless(self: DeepFetch) -> None:
+        self._misses.clear()
+        take(self)
+
+    patch.setattr(DeepFetch, "_take_reports", careless)
 
 
 def call_a_miss_what_keepers_cannot_tell(patch: pytest.MonkeyPatch) -> None:
@@ -114,6 +126,7 @@ PLANTED: tuple[Plant, ...] = (
     take_a_staged_part_for_a_fetched_one,
     give_up_a_slot_that_the_tier_still_writes_to,
     listen_to_what_is_said_twice,
+    forget_a_part_that_the_tier_has_lost,
     call_a_miss_what_keepers_cannot_tell,
     ask_keepers_for_all_that_the_tier_has_not,
     wait_for_keepers_without_end,

@@ -100,7 +100,7 @@ class LoadStream:
                 self._flush()
 
     def resumed(self) -> None:
-        """Its reader was busy with another part: what did not arrive meanwhile has not stalled."""
+        """Its reader was busy with another part, or the node says that it comes: nothing has stalled."""
         with self._changed:
             self._progress = self._clock()
 

@@ -288,6 +288,9 @@ class WorkerClient:
                     stream = self._streams.get((load_id, place.part))
                     if stream is not None:
                         stream.arrived(place)
+                for stream in [] if places else list(self._streams.values()):
+                    if stream.ticket.load_id == load_id:
+                        stream.resumed()
             case LoadEnded(load_id=load_id, part=part, chunk=chunk, reason=reason):
                 stream = self._streams.get((load_id, part))
                 if stream is not None:

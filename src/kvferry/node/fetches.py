@@ -4,6 +4,7 @@ A fetch lives from its reservation until the tier has called ``done`` for it. It
 only when nobody waits for any part of its batch any more; its slot stays reserved until ``done``.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -59,6 +60,11 @@ class FetchTable:
     def known(self, key: PartKey) -> bool:
         """Is there a fetch of this part whose ``done`` has not been called? It may be cancelled."""
         return key in self._fetches
+
+    def waiters(self, key: PartKey) -> Sequence[Waiter]:
+        """Who waits for it."""
+        fetch = self._fetches.get(key)
+        return () if fetch is None else tuple(fetch.waiters)
 
     def begin(self, key: PartKey, batch: Batch, waiter: Waiter) -> None:
         """A slot is reserved and the tier is about to be asked. Raises BrokenError on a second fetch."""

@@ -272,7 +272,7 @@ class Loads:
         nbytes = sum(item.ref.nbytes for item in items)
         timing = state.rate(tier).begin(nbytes, state.loop.clock())
         transfer: Transfer
-        if state.keepers is None or tier is state.behind:
+        if state.keepers is None:
             transfer = behind.fetch(items, deadline=live.deadline, done=done)
         else:
             transfer = DeepFetch(
@@ -283,8 +283,19 @@ class Loads:
                 place=tier,
                 deadline=live.deadline,
                 done=done,
+                lost=lambda indexes: self._staged_again(batch, [keys[index] for index in indexes]),
             )
         self._transfers[batch.number] = RunningBatch(tier, transfer, timing)
+
+    def _staged_again(self, batch: Batch, keys: Sequence[PartKey]) -> None:
+        """The tier has lost these since: who waits for them is told that they still come, by a detour."""
+        batch.measured = False
+        waiting = {waiter.load_id for key in keys for waiter in self._fetches.waiters(key)}
+        for live in [self._loads[load_id] for load_id in waiting if load_id in self._loads]:
+            live.progress = self._state.loop.clock()
+            listeners = dict.fromkeys(one for each in live.listeners.values() for one in each)
+            for connection in listeners:
+                connection.send(PartsReady(load_id=live.load_id, places=()))
 
     def _fetched(self, key: PartKey, result: FetchResult) -> None:
         """The tier is done with one part: its slot is nobody's but ours again."""

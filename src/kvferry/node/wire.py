@@ -370,7 +370,7 @@ class Matched(Message, frozen=True):
 
 
 class PartsReady(Message, frozen=True):
-    """Parts that have arrived, in chunk order, for a worker that joined."""
+    """Parts that have arrived, in chunk order, for a worker that joined. None: they come by a detour."""
 
     load_id: Count
     places: tuple[Place, ...]

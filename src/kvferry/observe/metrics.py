@@ -183,7 +183,7 @@ METRICS: tuple[Metric[NodeStatistics], ...] = (
     _by(
         "tier",
         "staged_parts",
-        "Parts that keepers brought into Valkey for this node, by where they lay.",
+        "Parts that keepers brought into Valkey, by where they lay; valkey: it had lost them since.",
         lambda node: node.counters.staged_parts,
     ),
     _by(
