@@ -1,14 +1,15 @@
 """What a user gets wrong ends in one line that names the value and a way out, and exit code 2."""
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.servers import free_ports
 
 from kvferry.cli.main import VERBS, main
 from kvferry.config import NodeSettings
@@ -79,14 +80,29 @@ def test_a_mistake_is_named_with_a_way_out(
     assert "secret" not in line
 
 
-def test_an_unreachable_valkey_is_named(run: Callable[..., str], tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    url = f"valkey://127.0.0.1:{port}"
-    line = run(
-        "node", "--pool", POOL, "--socket", str(tmp_path / "s"), "--valkey", url, "--metrics-port", "0"
-    )
-    assert url in line
-    assert "is it running" in line
+def test_a_valkey_that_is_none_is_named(run: Callable[..., str], tmp_path: Path) -> None:
+    """One that does not answer is waited for (``tests/node/test_awaits_valkey.py``)."""
+
+    def greets(listening: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listening.accept()
+                with connection:
+                    connection.sendall(b"220 mail.example ESMTP\r\n")
+                    connection.recv(1000)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=greets, args=(server,))
+        thread.start()
+        place = f"127.0.0.1:{server.getsockname()[1]}"
+        line = run(
+            *("node", "--pool", POOL, "--socket", str(tmp_path / "s"), "--metrics-port", "0"),
+            *("--valkey", f"valkey://{place}"),
+        )
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert place in line
+    assert "does not answer like Valkey" in line
 
 
 def test_a_metrics_port_in_use_is_named(run: Callable[..., str], tmp_path: Path) -> None:

@@ -197,7 +197,10 @@ def test_a_keeper_that_cannot_start_says_why_in_one_line(
             ([*usual, *bucket, "--listen", "0.0.0.0"], "set --token-file"),
             ([*usual, "--disk", str(occupied), "--disk-size", "128MiB"], str(occupied)),
             ([*usual, *bucket, "--tls-cert", "/nowhere", "--tls-key", "/nowhere"], "cannot read tls_cert"),
-            (["keeper", "--valkey", "valkey://127.0.0.1:1", *bucket], "Valkey unreachable"),
+            (["keeper", "--valkey", "http://127.0.0.1:1", *bucket], "unknown scheme 'http'"),
+            (["keeper", "--valkey", f"valkey://nobody:wrong@127.0.0.1:{valkey.port}", *bucket], "--valkey"),
+            ([*usual, "--objects", "s3://Bucket"], "give s3://BUCKET/PREFIX or file:///DIRECTORY"),
+            ([*usual, "--objects", "gs://bucket/prefix"], "give s3://BUCKET/PREFIX or file:///DIRECTORY"),
         ):
             assert main(arguments) == 2
             out, err = capsys.readouterr()

@@ -30,7 +30,7 @@ def render(status: dict[str, Any]) -> str:
             f"up {duration(status['uptime_s'])}",
         ),
         "",
-        _tiers(keeper),
+        _tiers(keeper, status.get("troubles", [])),
         "",
         labelled(
             "stages",
@@ -52,12 +52,13 @@ def render(status: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *_peers(status["server"])])
 
 
-def _tiers(keeper: dict[str, Any]) -> str:
+def _tiers(keeper: dict[str, Any], troubles: list[dict[str, Any]]) -> str:
     staged = keeper["stages"]["staged_bytes"]
+    words = {trouble["tier"]: trouble["word"] for trouble in reversed(troubles)}
     rows = [
         [
             tier["name"],
-            tier["state"],
+            words.get(tier["name"], tier["state"]),
             format_size(staged.get(tier["name"], 0)),
             format_size(tier["fetched_bytes"]),
             format_size(tier["stored_bytes"]),
@@ -66,6 +67,12 @@ def _tiers(keeper: dict[str, Any]) -> str:
         for tier in keeper["tiers"]
     ]
     lines = [table(["TIER", "STATE", "STAGED", "READ", "WRITTEN", "FAILURES"], rows)]
+    lines += [
+        labelled(
+            one["tier"], f"{one['word']} since {one['since']} ({duration(one['seconds'])}): {one['reason']}"
+        )
+        for one in troubles
+    ]
     lines += [
         labelled(tier["name"], f"failures: {causes(tier['failed'])}")
         for tier in keeper["tiers"]

@@ -2,12 +2,13 @@
 
 import contextlib
 import ipaddress
+import itertools
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -27,19 +28,26 @@ from kvferry.keeper.server import Admission, Server, ServerStatistics
 from kvferry.keeper.settings import KeeperSettings
 from kvferry.keeper.statistics import KeeperStatistics
 from kvferry.keeper.tls import keeper_contexts
+from kvferry.keeper.troubles import Trouble, Troubles, Watch
+from kvferry.tiers.awaited import AwaitedTier, lower_opened_or_awaited, opened_or_awaited
+from kvferry.tiers.contract import LowerTier
 from kvferry.tiers.disk.tier import DiskTier
-from kvferry.tiers.objects.tier import ObjectTier
 from kvferry.tiers.valkey.url import Address
 
 USES_NAME = "uses"
 MIN_DISK_FOR_USES_BYTES = 4 << 30
+FIRST_OPEN_S = 60.0
+OPEN_S = 600.0
 
 log = logging.getLogger("kvferry.keeper")
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatistics:
-    """Of the whole process, for status and metrics. keepers: who shares the work; empty: it is alone."""
+    """Of the whole process, for status and metrics. keepers: who shares the work; empty: it is alone.
+
+    troubles: of its tiers, now. trouble_episodes: how often since start, by tier and word.
+    """
 
     pid: int
     version: str
@@ -49,6 +57,8 @@ class ProcessStatistics:
     keepers: tuple[str, ...]
     server: ServerStatistics
     keeper: KeeperStatistics
+    troubles: tuple[Trouble, ...]
+    trouble_episodes: dict[str, dict[str, int]]
 
 
 class KeeperProcess:
@@ -75,6 +85,9 @@ class KeeperProcess:
         with contextlib.ExitStack() as undo:
             self._keeper = _keeper(settings, limits or Limits(buffer_bytes=settings.buffer_bytes))
             undo.callback(self._keeper.close)
+            self._troubles = Troubles(clock)
+            self._watch = Watch(lambda: self._troubles.look(self._keeper.statistics()))
+            undo.callback(self._watch.close)
             self._server = Server(
                 settings.listen, keeping=self._keeper, admission=admission, status=self._document
             )
@@ -93,6 +106,7 @@ class KeeperProcess:
         """A snapshot, from any thread. Raises ClosedError."""
         if self._closed:
             raise ClosedError("the keeper is closed")
+        keeper = self._keeper.statistics()
         return ProcessStatistics(
             pid=os.getpid(),
             version=__version__,
@@ -101,7 +115,9 @@ class KeeperProcess:
             uptime_s=self._clock() - self._started,
             keepers=self._settings.keepers,
             server=self._server.statistics(),
-            keeper=self._keeper.statistics(),
+            keeper=keeper,
+            troubles=self._troubles.look(keeper),
+            trouble_episodes=self._troubles.episodes,
         )
 
     def close(self) -> None:
@@ -109,6 +125,7 @@ class KeeperProcess:
         if self._closed:
             return
         self._closed = True
+        self._watch.close()
         self._server.close()
         self._keeper.close()
 
@@ -117,7 +134,8 @@ class KeeperProcess:
 
 
 def _keeper(settings: KeeperSettings, limits: Limits) -> Keeper:
-    """Over its tiers, which are open, and the keeper's own once it is made."""
+    """Over its tiers, which are the keeper's own once it is made. What does not answer yet is awaited."""
+    from kvferry.tiers.valkey.keyspace import Keyspace
     from kvferry.tiers.valkey.protection import AsStored, Checksums
     from kvferry.tiers.valkey.settings import ValkeySettings
     from kvferry.tiers.valkey.tier import ValkeyTier
@@ -131,19 +149,24 @@ def _keeper(settings: KeeperSettings, limits: Limits) -> Keeper:
         objects = _objects(settings)
         if objects is not None:
             opened.callback(objects.close)
-        valkey = ValkeyTier.connect(
-            ValkeySettings(
-                url=settings.valkey, client_name="kvferry-keeper", no_touch=True, protection=protection
-            )
+        to_valkey = ValkeySettings(
+            url=settings.valkey, client_name="kvferry-keeper", no_touch=True, protection=protection
         )
+        valkey = opened_or_awaited(ValkeyTier.name, lambda: ValkeyTier.connect(to_valkey))
         opened.callback(valkey.close)
+
+        def servers() -> Sequence[Address]:
+            """Of Valkey; none before it answered."""
+            tier = valkey.tier if isinstance(valkey, AwaitedTier) else valkey
+            return [] if tier is None else tier.servers
+
         keeper = Keeper(
             valkey=valkey,
             disk=disk,
             objects=objects,
             limits=limits,
             form=form,
-            keyspace=valkey.keyspace(),
+            keyspace=Keyspace(to_valkey, servers),
             scan=ScanSettings(owns=partial(_owns, settings.name, settings.keepers)),
             uses=settings.disk / USES_NAME if settings.disk is not None and _uses_bytes(settings) else None,
         )
@@ -168,14 +191,27 @@ def _uses_bytes(settings: KeeperSettings) -> int:
     return 2 * MAX_FILE_BYTES if (settings.disk_bytes or 0) >= MIN_DISK_FOR_USES_BYTES else 0
 
 
-def _objects(settings: KeeperSettings) -> ObjectTier | None:
-    if settings.objects is None:
+def _objects(settings: KeeperSettings) -> LowerTier | None:
+    """A large bucket is given more time to be listed once nobody waits for the keeper to start."""
+    url = settings.objects
+    if url is None:
         return None
     from kvferry.tiers.objects.settings import ObjectSettings
+    from kvferry.tiers.objects.tier import ObjectTier
 
-    return ObjectTier.open(
-        ObjectSettings(settings.objects, max_age_s=settings.objects_age_s, max_bytes=settings.objects_bytes)
-    )
+    patience_s = itertools.chain((FIRST_OPEN_S,), itertools.repeat(OPEN_S))
+
+    def opened() -> ObjectTier:
+        return ObjectTier.open(
+            ObjectSettings(
+                url,
+                max_age_s=settings.objects_age_s,
+                max_bytes=settings.objects_bytes,
+                open_s=next(patience_s),
+            )
+        )
+
+    return lower_opened_or_awaited(ObjectTier.name, opened)
 
 
 def run(settings: KeeperSettings) -> int:

@@ -2,11 +2,11 @@
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvferry.identity.names import PartRef
 from kvferry.keeper.forms import Form
-from kvferry.tiers.contract import Droppable, Outcome, Tier
+from kvferry.tiers.contract import LowerTier, Outcome, Tier
 
 
 class Ask(enum.Enum):
@@ -15,10 +15,6 @@ class Ask(enum.Enum):
     NEAREST = "nearest"  # the slower tier only about what the quicker one has not
     BOTH = "both"
     DISK = "disk"
-
-
-class LowerTier(Tier, Droppable, Protocol):
-    """What a keeper can keep parts in: the disk, objects."""
 
 
 class Held(NamedTuple):

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from kvferry.identity.names import PartRef
-from kvferry.keeper.below import DELETED, Ask, Below, Held, LowerTier
+from kvferry.keeper.below import DELETED, Ask, Below, Held
 from kvferry.keeper.buffers import Buffers
 from kvferry.keeper.copies import Copies
 from kvferry.keeper.deletion import Deletion, Drops
@@ -27,7 +27,7 @@ from kvferry.keeper.staging import Request
 from kvferry.keeper.statistics import KeeperStatistics, StageStatistics, line_statistics
 from kvferry.keeper.wire import Where
 from kvferry.loop import Loop
-from kvferry.tiers.contract import Dropped, Outcome, Tier, Transfer
+from kvferry.tiers.contract import Dropped, LowerTier, Outcome, Tier, Transfer
 from kvferry.tiers.valkey.keyspace import Keyspace
 
 log = logging.getLogger("kvferry.keeper")

@@ -26,6 +26,7 @@ DROP_PAGE_KEYS = 500
 DROP_SHARE = 0.5
 MAX_TRIES = 3
 JOIN_S = 10.0
+NOBODY = "no server of Valkey has answered yet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +141,9 @@ class Scanner:
 
     def _pass(self) -> None:
         began = time.monotonic()
-        error = ""
-        for server in self._keyspace.servers():
+        servers = self._keyspace.servers()
+        error = "" if servers else NOBODY
+        for server in servers:
             error = self._look_through(server, self._scan_page, share=self._settings.share) or error
         self._sightings.end_pass()
         passes = self._statistics.passes + 1
@@ -265,7 +267,7 @@ class Scanner:
                     server, page, share=DROP_SHARE, count=DROP_PAGE_KEYS, namespace=drop.namespace
                 )
                 for server in self._keyspace.servers()
-            ]
+            ] or [NOBODY]
             for failure in filter(None, failures):
                 log.warning("a drop in Valkey did not reach everything: %s", failure)
             outcome = Outcome.FAILED if any(failures) else Outcome.OK

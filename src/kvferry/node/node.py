@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 from kvferry import __version__
@@ -27,6 +28,7 @@ from kvferry.pool.catalogue import Catalogue
 from kvferry.pool.prepare import PrepareThread
 from kvferry.pool.slots import SlotAllocator
 from kvferry.tiers.contract import Tier
+from kvferry.tiers.valkey.url import ValkeyUrl
 
 JOIN_S = 10.0
 STATISTICS_WAIT_S = 2.0
@@ -176,15 +178,26 @@ def _tier(settings: NodeSettings) -> Tier | None:
         from kvferry.tiers.disk.tier import DiskTier
 
         return DiskTier.open(DiskSettings(settings.disk, settings.disk_bytes))
-    if settings.valkey is None:
-        return None
+    return None if settings.valkey is None else _valkey(settings, settings.valkey)
+
+
+def _valkey(settings: NodeSettings, url: ValkeyUrl) -> Tier:
     from kvferry.tiers.valkey.protection import Checksums, Sealed
     from kvferry.tiers.valkey.settings import ValkeySettings
     from kvferry.tiers.valkey.tier import ValkeyTier
 
     keys = settings.encryption_keys
     protection = Checksums() if keys is None else Sealed(keys)
-    return ValkeyTier.connect(ValkeySettings(url=settings.valkey, protection=protection))
+    return ValkeyTier.connect(ValkeySettings(url=url, protection=protection))
+
+
+def _awaited(settings: NodeSettings) -> Tier | None:
+    """Valkey, or what stands for it until it answers. None: what is behind the node is its own to open."""
+    if settings.valkey is None:
+        return None
+    from kvferry.tiers.awaited import opened_or_awaited
+
+    return opened_or_awaited("valkey", partial(_valkey, settings, settings.valkey))
 
 
 def _keepers(settings: NodeSettings) -> Keepers | None:
@@ -213,7 +226,7 @@ def run(settings: NodeSettings) -> int:
     from kvferry.observe.metrics import METRICS
 
     with contextlib.ExitStack() as stack:
-        node = Node(settings)
+        node = Node(settings, tier=_awaited(settings))
         stack.callback(node.close)
         if settings.metrics_port:
             page = MetricsPage(

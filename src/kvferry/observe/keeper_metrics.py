@@ -61,6 +61,18 @@ def _tier_up(whole: ProcessStatistics) -> list[Sample]:
     return [((tier.name,), values.get(tier.state, 0.0)) for tier in whole.keeper.tiers]
 
 
+def _trouble_seconds(whole: ProcessStatistics) -> list[Sample]:
+    return [((trouble.tier, trouble.word), trouble.seconds) for trouble in whole.troubles]
+
+
+def _trouble_episodes(whole: ProcessStatistics) -> list[Sample]:
+    return [
+        ((tier, word), count)
+        for tier, counts in whole.trouble_episodes.items()
+        for word, count in counts.items()
+    ]
+
+
 def _peers(whole: ProcessStatistics) -> list[Sample]:
     roles: dict[str, float] = {"node": 0, "admin": 0}
     for peer in whole.server.peers:
@@ -144,6 +156,20 @@ KEEPER_METRICS: tuple[Row, ...] = (
         _line_failures,
     ),
     Metric("kvferry_keeper_tier_up", Kind.GAUGE, "1 up, 0.5 degraded, 0 down.", ("tier",), _tier_up),
+    Metric(
+        "kvferry_keeper_trouble_seconds",
+        Kind.GAUGE,
+        "For how long the tier has been unreachable, failing, degraded or denied; none: it is well.",
+        ("tier", "trouble"),
+        _trouble_seconds,
+    ),
+    Metric(
+        "kvferry_keeper_trouble_episodes",
+        Kind.COUNTER,
+        "How often that began.",
+        ("tier", "trouble"),
+        _trouble_episodes,
+    ),
     _tier(Kind.GAUGE, "inflight_bytes", "Bytes under way to and from the tier.", "inflight_bytes"),
     _tier(Kind.COUNTER, "fetched_parts", "Parts read from the tier.", "fetched_parts"),
     _tier(Kind.COUNTER, "fetched_bytes", "Bytes read from the tier.", "fetched_bytes"),

@@ -151,3 +151,7 @@ class Droppable(Protocol):
         them either. What is being stored meanwhile may stay. Nothing here blocks or raises for I/O.
         """
         ...
+
+
+class LowerTier(Tier, Droppable, Protocol):
+    """One that can also forget what it is not told the names of: the disk, objects."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from kvferry.errors import KvferryError, MisconfiguredError
+from kvferry.tiers.objects.reasons import lacks_credentials, reason
 from kvferry.tiers.objects.settings import ObjectSettings, Place, parse_place
 
 if TYPE_CHECKING:
@@ -234,7 +235,9 @@ async def _within(work: Awaitable[_T], limit_s: float) -> _T:
 
 
 def _trouble(text: str, otherwise: Trouble) -> Trouble:
-    """What S3 said: its code, or else the status of its answer."""
+    """What S3 said: its code, or else the status of its answer. DENIED where nothing could be shown to it."""
+    if lacks_credentials(text):
+        return Trouble.DENIED
     code, status = _CODE.search(text), _STATUS.search(text)
     if code is not None and code[1] in _OF_CODE:
         return _OF_CODE[code[1]]
@@ -246,6 +249,8 @@ def _trouble(text: str, otherwise: Trouble) -> Trouble:
 def one_line(error: Exception) -> str:
     """What is worth telling of an error of obstore, whose text goes on for pages."""
     text = str(error)
+    if known := reason(text):
+        return known
     code = _CODE.search(text)
     first = text.partition("<?xml")[0].partition("\n")[0].strip()[:200]
     clean = "".join(c if c.isprintable() else "?" for c in first)

@@ -1,9 +1,11 @@
 """Whether the store can be used: tried at start with every kind of request, and after failures with one."""
 
 import asyncio
+import os
 import time
 
 from kvferry.errors import MisconfiguredError
+from kvferry.tiers.awaited import UnansweredError
 from kvferry.tiers.objects.books import Books, log
 from kvferry.tiers.objects.bucket import Bucket, BucketError, Trouble
 from kvferry.tiers.objects.names import TRIALS, Kind, Name, new_id
@@ -12,14 +14,20 @@ from kvferry.tiers.objects.settings import ObjectSettings
 _TRIAL = b"kvferry writes, lists, reads and deletes this when it starts\n"
 _ADVICE = {
     Trouble.NO_BUCKET: "there is no such bucket: create it",
-    Trouble.ABSENT: "there is no such bucket: create it",
-    Trouble.DENIED: "access denied: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; it must be allowed to "
-    "list, read, write and delete",
+    Trouble.ABSENT: "what answers there knows no such bucket: check the endpoint (AWS_ENDPOINT_URL), or "
+    "create the bucket",
     Trouble.SKEWED: "this machine's clock differs from the store's: set it",
-    Trouble.SILENT: "no answer: check endpoint and network",
+    Trouble.SILENT: "no answer: check endpoint (AWS_ENDPOINT_URL) and network",
     Trouble.SLOW_DOWN: "the store asks for fewer requests: try again later",
     Trouble.FULL: "no room is left there",
 }
+_DENIED = (
+    "access denied: check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; it must be allowed to list, read, "
+    "write and delete"
+)
+_NOT_OURS = "access denied: this user must own the directory, or be allowed to write there"
+_PASSES = frozenset(Trouble) - {Trouble.DENIED}
+"""Of a directory: what may be otherwise later."""
 
 
 class StoreClock:
@@ -74,6 +82,24 @@ async def recover(books: Books, bucket: Bucket) -> None:
 
 
 def misconfigured(settings: ObjectSettings, error: BucketError) -> MisconfiguredError:
-    """What to tell a person when opening failed."""
-    advice = _ADVICE.get(error.trouble)
-    return MisconfiguredError(f"objects at {settings.url}: {advice or str(error)}")
+    """What to tell a person when opening failed. UnansweredError for what may pass, or be mended there."""
+    directory = settings.url.startswith("file:")
+    advice = _ADVICE.get(error.trouble) or str(error)
+    if error.trouble is Trouble.DENIED:
+        advice = _NOT_OURS if directory else _denied(str(error))
+    if error.trouble is Trouble.SILENT and not directory and not _has_keys(settings):
+        advice += "; without AWS_ACCESS_KEY_ID this host's role is asked for first"
+    kind = MisconfiguredError if directory and error.trouble not in _PASSES else UnansweredError
+    return kind(f"objects at {settings.url}: {advice}")
+
+
+def _has_keys(settings: ObjectSettings) -> bool:
+    return settings.access_key is not None or "AWS_ACCESS_KEY_ID" in os.environ
+
+
+def _denied(text: str) -> str:
+    """With S3's own word for it, where there is one; or why there was nothing to be let in by."""
+    if text.startswith("no credentials"):
+        return text
+    word = text.rpartition(" ")[2]
+    return f"{_DENIED} ({word})" if word.isalnum() and not word.islower() else _DENIED

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry.errors import KvferryError, MisconfiguredError
+from kvferry.tiers.awaited import UnansweredError
 from kvferry.tiers.valkey.acl import KEY_PREFIX
 from kvferry.tiers.valkey.connection import Connection
 from kvferry.tiers.valkey.lifetimes import Lifetimes, after_info, warning
@@ -23,7 +24,7 @@ _PROBE_KEY = f"{KEY_PREFIX}probe".encode()
 _COMMAND_DENIED = "permissions to run"  # the other NOPERM is about a key
 
 
-class UnreachableServersError(MisconfiguredError):
+class UnreachableServersError(UnansweredError):
     """No server answers: a wrong address, or one that is down for now."""
 
 

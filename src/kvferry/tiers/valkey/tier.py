@@ -33,6 +33,7 @@ from kvferry.tiers.valkey.router import Router
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.shard import Shard
 from kvferry.tiers.valkey.tls import Tls
+from kvferry.tiers.valkey.url import Address
 
 _log = logging.getLogger(__name__)
 
@@ -144,9 +145,14 @@ class ValkeyTier:
 
         self._ask_all(refs, Verb.UNLINK, deadline=time.monotonic() + REMOVE_S, ended=ended)
 
+    @property
+    def servers(self) -> Sequence[Address]:
+        """Those in use."""
+        return [shard.address for shard in self._router.shards]
+
     def keyspace(self) -> Keyspace:
         """All keys of the servers in use, for one who has time to look at them."""
-        return Keyspace(self._settings, lambda: [shard.address for shard in self._router.shards])
+        return Keyspace(self._settings, lambda: self.servers)
 
     def statistics(self) -> TierStatistics:
         """See the contract. ``detail`` holds server versions, shards in trouble and warnings."""
