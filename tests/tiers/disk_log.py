@@ -18,12 +18,13 @@ from kvferry.tiers.disk.format import (
     BLOCK_BYTES,
     Mark,
 )
+from kvferry.tiers.disk.log import SegmentLog
 from kvferry.tiers.disk.opening import NEWEST, verified
 from kvferry.tiers.disk.places import Lack, Place
 from kvferry.tiers.disk.records import RecordIO
 from kvferry.tiers.disk.recovery import scan
-from kvferry.tiers.disk.segments import SegmentLog
-from kvferry.tiers.disk.settings import DiskSettings
+from kvferry.tiers.disk.segments import Segments
+from kvferry.tiers.disk.settings import FILE_OVERHEAD_BYTES, DiskSettings
 from kvferry.tiers.disk.threads import Janitor
 
 SEGMENT_BYTES = 12 * BLOCK_BYTES
@@ -32,6 +33,11 @@ SIZES = (1, 100, 4096, 5000, 9000, 40, 12000, 8192, 7, 300, 20000, 4097)
 REFS = [some_ref(size, n) for n, size in enumerate(SIZES)]
 BYTES = [some_bytes(size, n) for n, size in enumerate(SIZES)]
 UNDER_WAY = 3
+
+
+def empty_log(max_parts: int = 100) -> SegmentLog:
+    size = BLOCK_BYTES + SEGMENTS * (SEGMENT_BYTES + FILE_OVERHEAD_BYTES)
+    return SegmentLog(Segments(segment_bytes=SEGMENT_BYTES, size_bytes=size), max_parts=max_parts)
 
 
 class Write(NamedTuple):
@@ -102,8 +108,7 @@ class Disk:
 
     @classmethod
     def empty(cls, max_parts: int = 100) -> "Disk":
-        log = SegmentLog(segment_bytes=SEGMENT_BYTES, max_segments=SEGMENTS, max_parts=max_parts)
-        return cls(MemoryFiles(), log)
+        return cls(MemoryFiles(), empty_log(max_parts))
 
     @classmethod
     def recovered(cls, files: MemoryFiles) -> "Disk":
@@ -119,17 +124,23 @@ class Disk:
                 found.append(segment)
         found.sort(key=lambda segment: segment.head.generation)
         found[-NEWEST:] = [verified(files, segment, under_way=UNDER_WAY) for segment in found[-NEWEST:]]
-        log = SegmentLog(segment_bytes=SEGMENT_BYTES, max_segments=SEGMENTS)
+        log = empty_log()
         log.restore(free, found)
         return cls(files, log)
 
     def settle(self) -> None:
+        books = self.janitor._books
         while True:
-            marks = self.janitor._books.marks.next()
+            swept = books.marks.sweeping
+            with books.lock:
+                books.sweep()
+            marks = books.marks.next()
             if marks is not None:
                 self.janitor._mark(*marks)
             step = self.log.next_step()
-            if step is None and marks is None:
+            while books.told:
+                books.told.popleft()()
+            if step is None and marks is None and not swept:
                 return
             if step is not None:
                 self.janitor._do(step)
@@ -170,7 +181,7 @@ class Disk:
         _, places = self.log.remove(REFS[n])
         for place in places:
             self.records.mark(place, Mark.REMOVED)
-            self.log.unpin(place)
+            self.log.segments.unpin(place)
 
     def fetch(self, n: int) -> bool:
         """Whether it was there. AssertionError for other bytes than were stored."""
@@ -180,7 +191,7 @@ class Disk:
         memory = empty_memory(SIZES[n])
         self.records.read(place, REFS[n], memory)
         assert memory == BYTES[n]
-        self.log.unpin(place)
+        self.log.segments.unpin(place)
         return self.log.use(REFS[n])
 
     def records_right(self, place: Place, ref: PartRef, memory: memoryview) -> bool:
@@ -192,4 +203,4 @@ class Disk:
         return True
 
     def held(self) -> set[PartRef]:
-        return set(self.log.records)
+        return {ref for ref in self.log.records if self.log.find(ref) is not None}

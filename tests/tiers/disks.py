@@ -15,8 +15,8 @@ from kvferry.testing.tier_calls import fetch_all, some_bytes, some_ref, store_al
 from kvferry.testing.tier_contract import Damage
 from kvferry.tiers.disk.files import Buffers, SegmentFiles
 from kvferry.tiers.disk.format import head_bytes, pack_head, read_preamble, record_bytes, verify_head
+from kvferry.tiers.disk.log import SegmentLog
 from kvferry.tiers.disk.places import Place, State
-from kvferry.tiers.disk.segments import SegmentLog
 from kvferry.tiers.disk.settings import DiskSettings
 from kvferry.tiers.disk.tier import DiskTier
 
@@ -182,18 +182,18 @@ def found_right(tier: DiskTier, ref: PartRef, seed: int) -> bool:
 
 def check(log: SegmentLog) -> None:
     """AssertionError when the books of a log do not agree."""
-    segments = log._segments
-    listed = {ref: segment.number for segment in segments.values() for ref in segment.refs}
+    segments = log.segments
+    listed = {ref: segment.number for segment in segments for ref in segment.refs}
     held = {ref: record.place.segment for ref, record in log.records.items()}
     expect(listed == held, "records and segments disagree")
     for ref, record in log.records.items():
         segment = segments[record.place.segment]
-        right = segment.state in (State.ACTIVE, State.SEALED) and log._holds(record.place)
+        right = segment.state in (State.ACTIVE, State.SEALED) and segments.holds(record.place)
         expect(right, f"{ref} lies in a segment that is {segment.state.value}")
         end = record.place.offset + record_bytes(ref.nbytes)
         expect(end <= segment.end, f"{ref} lies beyond its segment's end")
-    expect(all(s.end <= log.segment_bytes for s in segments.values()), "a segment is longer than it may be")
-    expect(len(segments) <= log.max_segments, "there are too many segments")
-    leaving = {n for n, s in segments.items() if s.state in (State.LEAVING, State.ERASING)}
-    expect(leaving == log._leaving, "segments and their states disagree")
+    expect(all(s.end <= s.nbytes for s in segments), "a segment is longer than it may be")
+    expect(segments.taken_bytes <= segments.room_bytes, "segments take too much")
+    leaving = {s.number for s in segments if s.state in (State.LEAVING, State.ERASING)}
+    expect(leaving == {number for number, _ in segments.leaving}, "segments and their states disagree")
     expect(len(log.records) <= log.max_parts, "there are too many parts")

@@ -9,6 +9,7 @@ from tests.tiers.disks import check
 from kvferry.errors import CorruptError
 from kvferry.identity.names import PartRef
 from kvferry.tiers.breaker import SILENCE
+from kvferry.tiers.contract import Dropped, Outcome
 from kvferry.tiers.disk.format import (
     BLOCK_BYTES,
 )
@@ -34,31 +35,32 @@ def carry(disk: Disk, hot: int) -> Place:
 def test_what_is_removed_while_it_is_carried_over_stays_removed(when: str, how: str) -> None:
     """Between the lookup and the copy, and between the copy and its entry; after a restart too."""
     disk = Disk.empty()
-    writes = iter(range(1000))
+    writes, ended = iter(range(1000)), list[Dropped]()
 
     def remove(kind: str) -> None:
         if kind != when or disk.carrying != REFS[1]:
             return
         disk.files.before = lambda kind: None
         next(writes)
-        if how == "remove":
-            _, places = disk.log.remove(REFS[1])
-        else:
-            if how == "drop":
-                disk.log.doom(REFS[1].key.namespace)
-            gone = [disk.log.drop(n, lambda ref, _: ref == REFS[1]) for n in disk.log.in_use]
-            places = [place for each in gone for place in each.places]
-        with disk.janitor._books.lock:
-            disk.janitor._books.mark(Removal(places, 0.0, None))
+        books = disk.janitor._books
+        with books.lock:
+            if how == "remove":
+                _, places = disk.log.remove(REFS[1])
+                books.mark(Removal(places, 0.0, None))
+            else:
+                latest = disk.log.records[REFS[1]].used_at if how == "drop what is old" else None
+                books.drop(REFS[1].key.namespace, latest, ended.append)
+        assert disk.log.find(REFS[1]) is None
 
     disk.files.before = remove
     with pytest.raises(KeyError):
         carry(disk, 1)
     assert next(writes) == 1
     disk.settle()
+    assert [each.outcome for each in ended] == [Outcome.OK] * (how != "remove")
     assert REFS[1] not in disk.held()
     check(disk.log)
-    assert disk.log.pinned == 0
+    assert disk.log.segments.pinned == 0
     assert REFS[1] not in Disk.recovered(disk.files).held()
 
 
@@ -125,9 +127,9 @@ def test_a_gap_that_a_cut_file_cannot_be_marked_in_does_not_hold_its_segment() -
     disk.records.write(second, BYTES[5], ())
     disk.log.commit(second)
     disk.log.abandon(first, again=True)
-    assert disk.log.pinned == 0
+    assert disk.log.segments.pinned == 0
     disk.files.write = lambda number, buffers, offset: 0  # type: ignore[method-assign]
     with pytest.raises(CorruptError):
         disk.janitor._fill(first.place.segment)
-    assert disk.log.pinned == 0
+    assert disk.log.segments.pinned == 0
     check(disk.log)

@@ -127,18 +127,19 @@ def test_what_left_before_is_not_found_after_a_drop_either(store: DiskStore, tie
     keep(tier, [named(ONE, n) for n in range(40)])
     log = tier._books.log
     with tier._books.lock:
-        first = log.in_use[0]
+        first = log.segments.in_use[0].number
         read = log.pin(next(ref for ref, record in log.records.items() if record.place.segment == first))
     assert read is not None
     ended: list[Dropped] = []
     tier.drop(done=ended.append)
+    assert probe_all(tier, [named(ONE, n) for n in range(40)]) == [Outcome.MISS] * 40
+    eventually(lambda: len(log.segments.leaving) == 1, "the end of all other segments")
     assert not log.records
-    eventually(lambda: len(log.leaving) == 1, "the end of all other segments")
     assert not ended
     with tier._books.lock:
         tier._books.unpin(read)
     eventually(lambda: ended == [Dropped(40, 40 * 500_000)], "the end of the drop")
-    assert not log.leaving
+    assert not log.segments.leaving
 
 
 def test_a_drop_on_a_disk_that_fails_says_so_and_holds_until_a_restart(
@@ -245,7 +246,7 @@ def test_what_is_being_written_beside_what_is_dropped_is_kept(store: DiskStore, 
     keep(tier, [named(ONE, 0)])
     slow = named(OTHER, 50)
     number = store.place(named(ONE, 0)).segment
-    at = number, log._segments[number].end
+    at = number, log.segments[number].end
     began, go_on = threading.Event(), threading.Event()
 
     def judge(kind: str, segment: int, offset: int, nbytes: int) -> int:
@@ -262,7 +263,7 @@ def test_what_is_being_written_beside_what_is_dropped_is_kept(store: DiskStore, 
         tier.store([item], deadline=time.monotonic() + 600.0, done=results.done)
         eventually(began.is_set, "the write")
         keep(tier, [named(ONE, n) for n in range(1, 12)])
-        assert log._segments[number].state is State.SEALED
+        assert log.segments[number].state is State.SEALED
         ended: list[Dropped] = []
         tier.drop(namespace=ONE, done=ended.append)
     finally:

@@ -51,7 +51,7 @@ def test_a_part_is_found_with_its_own_bytes_or_not_at_all(
     for what, n in operations:
         getattr(disk, what)(n)
         check(disk.log)
-        assert disk.log.pinned == 0
+        assert disk.log.segments.pinned == 0
         assert len(disk.files.segments) <= SEGMENTS
         if what == "store":
             stored.add(n)
@@ -113,7 +113,7 @@ def test_after_gaps_and_noise_only_right_bytes_are_found(stores: list[int], seed
             memory = empty_memory(ref.nbytes)
             if again.records_right(place, ref, memory):
                 assert memory == BYTES[n]
-            again.log.unpin(place)
+            again.log.segments.unpin(place)
 
 
 def test_what_lies_behind_a_gap_is_not_found_once_something_else_was_written_there() -> None:
@@ -212,7 +212,7 @@ def test_whatever_callers_do_at_a_time_an_answer_is_a_miss_or_the_exact_bytes(tm
     assert set(tier.statistics().failed) <= {"late"}
     tier.close()
     check(tier._books.log)
-    assert tier._books.log.pinned == tier._books.marks.places
+    assert tier._books.log.segments.pinned == tier._books.marks.places
     files = SegmentFiles.open(small.directory)
     again = open_log(files, small)
     files.close()

@@ -27,7 +27,7 @@ from kvferry.testing.tier_calls import (
 from kvferry.tiers.contract import FetchItem, Outcome, StoreItem
 from kvferry.tiers.disk import books, marks, threads
 from kvferry.tiers.disk.format import BLOCK_BYTES
-from kvferry.tiers.disk.settings import DiskSettings
+from kvferry.tiers.disk.settings import DiskSettings, segment_room
 from kvferry.tiers.disk.tier import DiskTier
 
 MIB = 1 << 20
@@ -103,7 +103,7 @@ def test_what_follows_a_write_for_which_there_was_no_room_is_found_after_a_resta
     """The gap is marked as soon as there is room for that."""
     assert stores(tier, range(1))
     gap = store.place(some_ref(MIB // 2, 0))
-    end = tier._books.log._segments[gap.segment].end
+    end = tier._books.log.segments[gap.segment].end
     began, second = threading.Event(), threading.Event()
 
     def judge(kind: str, number: int, offset: int, nbytes: int) -> int:
@@ -120,8 +120,8 @@ def test_what_follows_a_write_for_which_there_was_no_room_is_found_after_a_resta
     assert stores(tier, range(2, 3))
     second.set()
     assert first.wait() == [Outcome.REFUSED]
-    eventually(lambda: not tier._books.log._segments[gap.segment].gaps, "the gap to be marked")
-    eventually(lambda: tier._books.log.pinned == 0, "the end of that")
+    eventually(lambda: not tier._books.log.segments[gap.segment].gaps, "the gap to be marked")
+    eventually(lambda: tier._books.log.segments.pinned == 0, "the end of that")
     assert store.place(some_ref(MIB // 2, 2)).segment == gap.segment
     tier.close()
     again = store.open()
@@ -168,7 +168,7 @@ def test_a_segment_that_cannot_be_begun_is_given_up(store: DiskStore, tier: Disk
     eventually(lambda: stores(tier, range(100, 110)), "stores again")
     eventually(lambda: tier.statistics().state == "up", "the end of its quarantine")
     assert not store.troubles.unwritable
-    assert tier._books.log.max_segments == 14
+    assert tier._books.log.segments.room_bytes < segment_room(64 * MIB) - 4 * MIB
     assert all(found_right(tier, ref, n) for n, ref in enumerate(names(range(7))))
 
 
@@ -223,7 +223,7 @@ def test_a_disk_that_serves_its_trial_and_nothing_else_stays_in_quarantine(
         else:
             new = [StoreItem(ref, data, ()) for ref, data in parts(range(20, 26))]
             tier.store(new, deadline=deadline, done=calls.done)
-        eventually(tier._books.hangs, "all of them hang")
+        eventually(tier._books.moving.hangs, "all of them hang")
         before, opened = store.troubles.tried["try_out"], tier._books.breaker.opened
         eventually(lambda: store.troubles.tried["try_out"] > before + 3, "trials")
         assert tier._books.breaker.opened == opened
@@ -254,7 +254,9 @@ def test_nothing_is_done_over_and_over_while_a_segment_that_leaves_is_read(
     log.next_step = counted  # type: ignore[method-assign, assignment]
     items = [StoreItem(ref, data, ()) for ref, data in parts(range(100, 300)) + parts(range(100, 300))]
     tier.store(items, deadline=time.monotonic() + 120.0, done=results.done)
-    eventually(lambda: bool(log.leaving) and not log.writable, "that nothing can be written")
+    eventually(
+        lambda: bool(log.segments.leaving) and not log.segments.writable, "that nothing can be written"
+    )
     before = looks[0]
     time.sleep(0.3)
     assert looks[0] - before < 20, "the threads wake each other"
@@ -283,7 +285,7 @@ def test_a_stray_file_where_the_next_segment_belongs_is_replaced(store: DiskStor
     store.segment(1).write_bytes(b"stray")
     for start in range(10, 30, 5):
         assert stores(tier, range(start, start + 5))
-    assert tier._books.log.segments > 2
+    assert len(tier._books.log.segments) > 2
     assert store.segment(1).stat().st_size == 4 * MIB
 
 
@@ -363,7 +365,7 @@ def test_removals_that_wait_are_bounded(
     found = results.wait()
     assert sorted(outcome.value for (outcome,) in found) == ["ok"] * 3 + ["refused"] * 3
     assert probe_all(tier, names(range(6))) == [Outcome.MISS] * 6
-    assert tier._books.log.pinned == 0
+    assert tier._books.log.segments.pinned == 0
 
 
 def test_many_removals_do_not_hold_up_the_next_segment(store: DiskStore) -> None:
@@ -386,7 +388,7 @@ def test_many_removals_do_not_hold_up_the_next_segment(store: DiskStore) -> None
     new = Results(20)
     items = [StoreItem(ref, data, ()) for ref, data in parts(range(100, 120))]
     tier.store(items, deadline=time.monotonic() + 60.0, done=new.done)
-    eventually(lambda: not books.log.writable, "that the next segment is needed")
+    eventually(lambda: not books.log.segments.writable, "that the next segment is needed")
     judged.set()
     assert set(new.wait()) == {Outcome.OK}
     eventually(lambda: kinds.count("mark") >= 50, "the marks")

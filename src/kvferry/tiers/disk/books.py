@@ -7,28 +7,36 @@ thread (``tell``), so that no callback runs under the lock.
 import contextlib
 import enum
 import errno
+import logging
 import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvferry.tiers.breaker import FAILURE, SILENCE, Breaker
-from kvferry.tiers.contract import Outcome
+from kvferry.tiers.contract import Dropped, Outcome
 from kvferry.tiers.disk.format import record_bytes
+from kvferry.tiers.disk.log import SegmentLog
 from kvferry.tiers.disk.marks import Marks
+from kvferry.tiers.disk.moving import Hand, Moving
 from kvferry.tiers.disk.places import Lack, Place, Reservation
-from kvferry.tiers.disk.segments import SegmentLog
 from kvferry.tiers.disk.settings import DiskSettings
+from kvferry.tiers.disk.trouble import Episodes, Trouble
 from kvferry.tiers.disk.work import Drop, Item, Removal, Report, WorkQueue
+
+log = logging.getLogger("kvferry.tiers.disk")
 
 MAX_READ_FAILURES = 3
 """A record that cannot be read so often is given up: its place on the disk may be bad."""
 FULL_S = 1.0
 """So long nothing is written, or the file system not asked for another segment, after it said it is full."""
-SLOW_BYTES_PER_S = 16 << 20
+DROP_S = 60.0
+"""After so long a drop that is not wholly written down is LATE."""
+SWEEP_REST_S = 0.001
+"""Between two looks at what a drop is about, so that others have the lock."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -57,22 +65,6 @@ class Counts:
     written_bytes: int = 0
     carried_bytes: int = 0
     evicted_parts: int = 0
-
-
-class Hand(enum.Enum):
-    """Which of the tier's threads moves something."""
-
-    READER = "reader"
-    WRITER = "writer"
-    JANITOR = "janitor"
-
-
-@dataclass(slots=True)
-class Move:
-    """ready: when a slow disk would be; infinite: it is known to hang."""
-
-    hand: Hand
-    ready: float
 
 
 def is_full(error: OSError) -> bool:
@@ -104,7 +96,8 @@ class Books:
         self.inflight_bytes = 0
         self.last_error = ""
         self.clock_until = math.inf  # when the clock thread looks next
-        self._moving: dict[int, Move] = {}  # by thread
+        self.moving = Moving(settings)
+        self._episodes = Episodes(settings.directory)
 
     # -- what callers ask ----------------------------------------------------------------------------
 
@@ -148,7 +141,7 @@ class Books:
                 place = self.log.pin(item.ref)
                 if place is not None:
                     self.log.use(item.ref)
-                    self._begin(item.ref.nbytes, Hand.READER)
+                    self.moving.begin(item.ref.nbytes, Hand.READER)
                     return item, place
                 self.tell(self.ending(item, Outcome.MISS))
             return None
@@ -159,7 +152,7 @@ class Books:
             while not self.closed:
                 found = self._next_write()
                 if found is not None:
-                    self._begin(found[0].ref.nbytes, Hand.WRITER)
+                    self.moving.begin(found[0].ref.nbytes, Hand.WRITER)
                     return found
                 self.writers.wait()
             return None
@@ -169,12 +162,12 @@ class Books:
     ) -> Report:
         """found: its checksums; None: it is corrupt, or an error says why it could not be read."""
         with self.lock:
-            self._end()
+            self.moving.end()
             self.unpin(place)
             if found is not None:
                 self._went_well()
                 return self.ending(item, Outcome.OK, checksums=found)
-            record = self.log.records.get(item.ref)
+            record = self.log.find(item.ref)
             if error is None and not self.log.lies_at(item.ref, place):
                 return self.ending(item, Outcome.MISS)  # it was removed meanwhile
             if error is None:
@@ -190,18 +183,16 @@ class Books:
     def write_ended(self, item: Item, reservation: Reservation, error: OSError | None) -> Report:
         """error: why it could not be written."""
         with self.lock:
-            self._end()
+            self.moving.end()
             if error is None:
                 self._went_well()
                 self.counts.written_bytes += record_bytes(item.ref.nbytes)
                 self.committed(reservation)
                 return self.ending(item, Outcome.OK)
-            self.log.abandon(reservation, again=is_full(error))
-            self.writers.notify_all()
+            self.abandoned(reservation, error)
             self.janitor.notify()
             if is_full(error):
-                self.full_until = time.monotonic() + FULL_S
-                self.last_error = str(error)
+                self.has_no_room(error)
                 return self.ending(item, Outcome.REFUSED, Cause.DISK_FULL)
             self.went_wrong(error, SILENCE)
             return self.ending(item, Outcome.FAILED, _cause(error))
@@ -212,6 +203,13 @@ class Books:
         if marks:
             self.mark(Removal(marks, time.monotonic(), None))
         self.writers.notify_all()  # one may wait for this very part
+        self.clock.notify()  # so may a drop
+
+    def abandoned(self, reservation: Reservation, error: OSError) -> None:
+        """It could not be written. Under the lock."""
+        self.log.abandon(reservation, again=is_full(error))
+        self.writers.notify_all()
+        self.clock.notify()  # a drop may wait for it
 
     def mark(self, removal: Removal) -> None:
         """Write down what was removed; there may be room for others now. Under the lock."""
@@ -220,18 +218,20 @@ class Books:
         self.janitor.notify()
         self.clock.notify()
 
-    def segments(self) -> list[int]:
-        """Those that hold parts."""
-        with self.lock:
-            return self.log.in_use
+    def drop(self, namespace: bytes | None, latest: float | None, done: Callable[[Dropped], None]) -> None:
+        """See ``SegmentLog.drop``. Under the lock."""
+        if self.marks.may_drop:
+            sweep = self.log.drop(namespace, latest)
+            self.marks.add_drop(Drop(sweep, time.monotonic() + DROP_S, done))
+            self.clock.notify()
+        else:
+            self.tell(partial(done, Dropped(0, 0, Outcome.REFUSED)))
 
-    def drop(self, drop: Drop) -> None:
-        """Its parts are gone. It is done when what they lay in is erased, and marked. Under the lock."""
-        drop.erasing = self.log.leaving
-        self.marks.add_drop(drop)
-        self.writers.notify_all()
-        self.janitor.notify()
-        self.clock.notify()
+    def sweep(self) -> None:
+        """Go on with what is dropped, a little. Under the lock."""
+        if self.marks.sweep():
+            self.writers.notify_all()
+            self.janitor.notify()
 
     def remove_corrupt(self, item: Item) -> None:
         """Under the lock."""
@@ -241,41 +241,22 @@ class Books:
 
     def unpin(self, place: Place) -> None:
         """Under the lock."""
-        self.log.unpin(place)
-        if self.log.leaving:
+        self.log.segments.unpin(place)
+        if self.log.segments.leaving:
             self.janitor.notify()
 
     # -- how the disk does -----------------------------------------------------------------------------
-
-    def _begin(self, nbytes: int, hand: Hand) -> None:
-        self._moving[threading.get_ident()] = Move(hand, time.monotonic() + nbytes / SLOW_BYTES_PER_S)
-
-    def _end(self) -> None:
-        self._moving.pop(threading.get_ident(), None)
 
     @contextlib.contextmanager
     def watch(self, nbytes: int) -> Iterator[None]:
         """Around other reads and writes of a thread: one that takes too long is noticed."""
         with self.lock:
-            self._begin(nbytes, Hand.JANITOR)
+            self.moving.begin(nbytes, Hand.JANITOR)
         try:
             yield
         finally:
             with self.lock:
-                self._end()
-
-    def stalled(self, now: float) -> bool:
-        """Whether a read or write has become slower than any of a disk that is well. Under the lock."""
-        slow = [move for move in self._moving.values() if now - move.ready > self.settings.stall_s]
-        for move in slow:
-            move.ready = math.inf  # told once
-        return bool(slow)
-
-    def hangs(self) -> bool:
-        """Whether all that read, or all that write, are known to wait in vain: a disk of which a block can
-        be read and written is of no use then. Under the lock."""
-        waiting = Counter(move.hand for move in self._moving.values() if move.ready == math.inf)
-        return waiting[Hand.READER] >= self.settings.readers or waiting[Hand.WRITER] >= self.settings.writers
+                self.moving.end()
 
     def _went_well(self) -> None:
         if not self.breaker.is_open:
@@ -284,10 +265,38 @@ class Books:
     def went_wrong(self, error: OSError, weight: int) -> None:
         """Where that opens the breaker, nobody waits any longer. Under the lock."""
         self.last_error = str(error)
-        if self.breaker.failed(weight, time.monotonic()):
+        now = time.monotonic()
+        if self.breaker.failed(weight, now):
             for item in self.reads.take_all() + self.writes.take_all():
                 self.tell(self.ending(item, Outcome.REFUSED, Cause.BREAKER_OPEN))
+            self._say(self._episodes.left_out(error, now))
             self.janitor.notify()
+        elif not self.breaker.is_open:
+            self._say(self._episodes.met(Trouble.UNREADABLE, error, now))
+
+    def is_back(self) -> None:
+        """It was left out, and works again. Under the lock."""
+        self.breaker.succeeded()
+        self._say(self._episodes.back())
+        self.writers.notify_all()
+        self.readers.notify_all()
+
+    def has_no_room(self, error: OSError) -> None:
+        """The file system is full as it is written to: nothing is written for a while. Under the lock."""
+        now = time.monotonic()
+        self.full_until, self.last_error = now + FULL_S, str(error)
+        self._say(self._episodes.met(Trouble.FULL, error, now))
+
+    def cannot_grow(self, error: OSError) -> None:
+        """No segment could be made, for whatever reason. Under the lock."""
+        self.log.segments.may_grow = False
+        self.last_error = str(error)
+        self._say(self._episodes.met(Trouble.CRAMPED, error, time.monotonic()))
+
+    def _say(self, line: str | None) -> None:
+        """From the clock thread: whoever reads the log may be slow. Under the lock."""
+        if line is not None:
+            self.tell(partial(log.warning, "%s", line))
 
     # -- ends ------------------------------------------------------------------------------------------
 
@@ -321,8 +330,10 @@ class Books:
         Under the lock."""
         dues = [self.marks.next_deadline()]
         dues += [self.reads.next_deadline(), self.writes.next_deadline()]
-        if self.reads or self.writes or self._moving:
+        if self.reads or self.writes or self.moving:
             dues.append(now + self.settings.stall_s / 2)
+        if self.marks.sweeping:
+            dues.append(now + SWEEP_REST_S)
         return min(dues)
 
     def close(self) -> Sequence[Report]:

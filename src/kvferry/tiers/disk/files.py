@@ -143,8 +143,17 @@ class SegmentFiles:
         """Write them, all aligned; returns how many bytes that were. Raises OSError."""
         return os.pwritev(self._files[number], list(buffers), offset)
 
+    def look(self) -> None:
+        """OSError (ENOENT) if files that are open here were deleted, or the directory is not theirs any more.
+        Reads and writes go on without them, and a restart would find nothing."""
+        found, ours = os.stat(self.directory / LOCK_NAME, follow_symlinks=False), os.fstat(self._lock)
+        files = [ours, *(os.fstat(file) for file in (self._trial, *self._files.values()) if file >= 0)]
+        if (found.st_dev, found.st_ino) != (ours.st_dev, ours.st_ino) or not all(f.st_nlink for f in files):
+            raise FileNotFoundError(errno.ENOENT, f"files of {self.directory} are gone")
+
     def try_out(self) -> None:
-        """Write a block and read it back: raises OSError while the disk does not do that."""
+        """Write a block and read it back: raises OSError while the disk does not do that, or is not there."""
+        self.look()
         block = aligned_memory(BLOCK_BYTES)
         if (
             os.pwritev(self._trial, [block], 0) != BLOCK_BYTES

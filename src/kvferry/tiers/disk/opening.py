@@ -4,17 +4,25 @@ import contextlib
 import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kvferry.errors import CorruptError, MisconfiguredError
 from kvferry.tiers.disk.files import SegmentFiles
 from kvferry.tiers.disk.format import read_segment
+from kvferry.tiers.disk.log import SegmentLog
 from kvferry.tiers.disk.places import Place, Scanned
 from kvferry.tiers.disk.records import Moves, RecordIO
 from kvferry.tiers.disk.recovery import scan, without_torn
-from kvferry.tiers.disk.segments import SegmentLog
-from kvferry.tiers.disk.settings import MIN_SEGMENTS, DiskSettings, segments_within, usual_segment_bytes
+from kvferry.tiers.disk.segments import Segments
+from kvferry.tiers.disk.settings import (
+    FILE_OVERHEAD_BYTES,
+    MAX_SEGMENTS,
+    MIN_SEGMENTS,
+    DiskSettings,
+    segments_within,
+    usual_segment_bytes,
+)
 from kvferry.tiers.disk.wall import unix_s
 
 log = logging.getLogger("kvferry.tiers.disk")
@@ -43,44 +51,90 @@ def open_log(
 
 def _open_log(files: SegmentFiles, settings: DiskSettings, wall: Callable[[], float]) -> SegmentLog:
     existing = files.existing()
-    segment_bytes = _segment_bytes(files, settings, existing)
-    limit = segments_within(settings.size_bytes, segment_bytes)
-    usable = [number for number, nbytes in existing.items() if nbytes == segment_bytes]
-    for number in existing.keys() - usable:  # of another size, or not made to its end
-        files.discard(number)
-    for number in usable:
-        files.attach(number)
-
-    def scanned(number: int) -> Scanned | None:
-        records = RecordIO(files)
-
-        def block(offset: int) -> memoryview:
-            try:
-                return records.read_block(number, offset)
-            except OSError as error:  # what is behind it cannot be found; a cache begins without it
-                log.warning("segment %d cannot be read at %d: %s", number, offset, error.strerror)
-                return memoryview(b"")
-
-        return scan(number, block, segment_bytes=segment_bytes)
-
-    with ThreadPoolExecutor(SCANNERS, "kvferry-disk-scan") as scanners:
-        found = dict(zip(usable, scanners.map(scanned, usable), strict=True))
-    kept = sorted((s for s in found.values() if s is not None), key=lambda s: s.head.generation)[-limit:]
-    free = [number for number, segment in found.items() if segment is None][: limit - len(kept)]
-    for number in found.keys() - free - {segment.number for segment in kept}:  # the limit is lower now
-        files.detach(number)
-        files.discard(number)
-    beyond = _beyond(kept, settings.max_parts)
-    leaving = [segment.number for segment in kept[:beyond]]
-    kept = kept[beyond:]
-    kept[-NEWEST:] = [verified(files, segment, under_way=settings.writers + 1) for segment in kept[-NEWEST:]]
-    segments = SegmentLog(
-        segment_bytes=segment_bytes, max_segments=limit, max_parts=settings.max_parts, wall=wall
+    heads = {number: read_segment(files.first_block(number)) for number in existing}
+    written = {n: head for n, head in heads.items() if head and head.segment_bytes == existing[n]}
+    segments = Segments(
+        segment_bytes=_segment_bytes(settings, [head.segment_bytes for head in written.values()]),
+        size_bytes=settings.size_bytes,
     )
-    segments.restore(free, kept, leaving)
-    if kept:
-        log.info("%s holds %d parts in %d segments", files.directory, len(segments.records), len(kept))
-    return segments
+    kept = _that_fit(sorted(written, key=lambda n: written[n].generation), existing, segments)
+    _tell_what_goes(files, settings, [existing[n] for n in written if n not in kept], existing.values())
+    for number in kept:
+        files.attach(number)
+    with ThreadPoolExecutor(SCANNERS, "kvferry-disk-scan") as scanners:
+        found = list(scanners.map(lambda number: _scanned(files, number, existing[number]), kept))
+    scanned = [segment for segment in found if segment is not None]
+    for number in set(kept) - {segment.number for segment in scanned}:
+        files.detach(number)
+    free = _free(files, existing, scanned, segments)
+    beyond = _beyond(scanned, settings.max_parts)
+    leaving, scanned = scanned[:beyond], scanned[beyond:]
+    scanned[-NEWEST:] = [
+        verified(files, segment, under_way=settings.writers + 1) for segment in scanned[-NEWEST:]
+    ]
+    opened = SegmentLog(segments, max_parts=settings.max_parts, wall=wall)
+    opened.restore(free, scanned, leaving)
+    if scanned:
+        log.info("%s holds %d parts in %d segments", files.directory, len(opened.records), len(scanned))
+    return opened
+
+
+def _that_fit(oldest_first: Sequence[int], nbytes: Mapping[int, int], segments: Segments) -> list[int]:
+    """The newest that fit, oldest first. Where the very newest cannot be written further, as another size is
+    made now, there is room for one of that size too."""
+    room, most = segments.room_bytes, MAX_SEGMENTS
+    if oldest_first and nbytes[oldest_first[-1]] != segments.segment_bytes:
+        room, most = room - segments.segment_bytes - FILE_OVERHEAD_BYTES, most - 1
+    for count, number in enumerate(reversed(oldest_first)):
+        room -= nbytes[number] + FILE_OVERHEAD_BYTES
+        if room < 0 or count == most:
+            return list(oldest_first[len(oldest_first) - count :])
+    return list(oldest_first)
+
+
+def _free(
+    files: SegmentFiles, existing: Mapping[int, int], scanned: Sequence[Scanned], segments: Segments
+) -> list[int]:
+    """Files without parts that can be used again. All others go."""
+    taken = sum(found.head.segment_bytes + FILE_OVERHEAD_BYTES for found in scanned)
+    size = segments.segment_bytes
+    most = min((segments.room_bytes - taken) // (size + FILE_OVERHEAD_BYTES), MAX_SEGMENTS - len(scanned))
+    empty = existing.keys() - {found.number for found in scanned}
+    free = [number for number in sorted(empty) if existing[number] == size][:most]
+    for number in empty.difference(free):
+        files.discard(number)
+    for number in free:
+        files.attach(number)
+    return free
+
+
+def _tell_what_goes(
+    files: SegmentFiles, settings: DiskSettings, going: Sequence[int], existing: Iterable[int]
+) -> None:
+    """One line, when there is less room than there was. Of both the bytes of each segment."""
+    if going:
+        log.warning(
+            "%s took %d MiB and may take %d now: let go the oldest %d of its segments, %d MiB; what was "
+            "stored last is kept",
+            files.directory,
+            sum(existing) >> 20,
+            settings.size_bytes >> 20,
+            len(going),
+            sum(going) >> 20,
+        )
+
+
+def _scanned(files: SegmentFiles, number: int, segment_bytes: int) -> Scanned | None:
+    records = RecordIO(files)
+
+    def block(offset: int) -> memoryview:
+        try:
+            return records.read_block(number, offset)
+        except OSError as error:  # what is behind it cannot be found; a cache begins without it
+            log.warning("segment %d cannot be read at %d: %s", number, offset, error.strerror)
+            return memoryview(b"")
+
+    return scan(number, block, segment_bytes=segment_bytes)
 
 
 def _beyond(kept: Sequence[Scanned], max_parts: int) -> int:
@@ -108,16 +162,11 @@ def verified(files: Moves, scanned: Scanned, *, under_way: int) -> Scanned:
     return found
 
 
-def _segment_bytes(files: SegmentFiles, settings: DiskSettings, existing: dict[int, int]) -> int:
-    """That of what is in use, where enough of them fit the size; so a changed size keeps what it can."""
-    wanted = settings.segment_bytes or usual_segment_bytes(settings.size_bytes)
-    if settings.segment_bytes is None:
-        heads = {number: read_segment(files.first_block(number)) for number in existing}
-        sizes = [
-            head.segment_bytes for n, head in heads.items() if head and head.segment_bytes == existing[n]
-        ]
-        if sizes:
-            (usual, _), *_ = Counter(sizes).most_common(1)
-            if segments_within(settings.size_bytes, usual) >= MIN_SEGMENTS:
-                return usual
-    return wanted
+def _segment_bytes(settings: DiskSettings, there: Sequence[int]) -> int:
+    """Of those that are made from now on. As most of those that are there, so that their files are used
+    again; another where too few of them would fit, or not as many as fill the size."""
+    if settings.segment_bytes is not None or not there:
+        return settings.segment_bytes or usual_segment_bytes(settings.size_bytes)
+    (usual, _), *_ = Counter(there).most_common(1)
+    fitting = segments_within(settings.size_bytes, usual)
+    return usual if MIN_SEGMENTS <= fitting <= MAX_SEGMENTS else usual_segment_bytes(settings.size_bytes)

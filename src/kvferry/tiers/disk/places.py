@@ -71,11 +71,12 @@ class StepKind(enum.Enum):
     BEGIN = "begin"  # a free one
     EVICT = "evict"  # the oldest sealed one
     RETIRE = "retire"  # one that nobody reads any more
+    DISCARD = "discard"  # a free one of a size that is not made any more
     FILL = "fill"  # a gap that a failed write left
 
 
 class Step(NamedTuple):
-    """Answered by ``allocated``, ``begin``, ``vacate``, ``retired`` or ``filled``."""
+    """Answered by ``allocated``, ``begin``, ``vacate``, ``retired``, ``discarded`` or ``filled``."""
 
     kind: StepKind
     segment: int
@@ -91,19 +92,13 @@ class Scanned(NamedTuple):
     link: int
 
 
-class Gone(NamedTuple):
-    """What was dropped from one segment. places: to be marked removed, pinned."""
-
-    parts: int
-    nbytes: int
-    places: list[Place]
-
-
 @dataclass(slots=True, eq=False)
 class Segment:
-    """gaps: places of writes that failed, not yet marked void. failures: of its first block."""
+    """nbytes: of its file. gaps: places of writes that failed, not yet marked void. failures: of its first
+    block."""
 
     number: int
+    nbytes: int
     state: State = State.FREE
     generation: int = 0
     link: int = 0

@@ -53,6 +53,11 @@ def usual_segment_bytes(size_bytes: int) -> int:
     return ((size_bytes - BLOCK_BYTES) // count - FILE_OVERHEAD_BYTES) // BLOCK_BYTES * BLOCK_BYTES
 
 
+def segment_room(size_bytes: int) -> int:
+    """Bytes for segments, with FILE_OVERHEAD_BYTES each, beside the block with which the disk is tried."""
+    return size_bytes - BLOCK_BYTES
+
+
 def segments_within(size_bytes: int, segment_bytes: int) -> int:
-    """How many segments fit, beside the block with which the disk is tried."""
-    return min((size_bytes - BLOCK_BYTES) // (segment_bytes + FILE_OVERHEAD_BYTES), MAX_SEGMENTS)
+    """How many segments of that size fit."""
+    return segment_room(size_bytes) // (segment_bytes + FILE_OVERHEAD_BYTES)

@@ -3,6 +3,7 @@
 The clock thread never touches the disk, so that what waits ends on time whatever the disk does.
 """
 
+import contextlib
 import errno
 import logging
 import secrets
@@ -21,6 +22,10 @@ from kvferry.tiers.disk.records import RecordIO
 from kvferry.tiers.disk.work import Removal, Report
 
 log = logging.getLogger("kvferry.tiers.disk")
+
+
+LOOK_S = 5.0
+"""How often it is looked whether the files were deleted or unmounted: what is open does not tell."""
 
 
 def read_parts(books: Books, files: SegmentFiles) -> None:
@@ -59,9 +64,10 @@ def keep_time(books: Books) -> None:
     while True:
         with books.lock:
             now = time.monotonic()
-            if books.stalled(now):
+            if books.moving.stalled(now):
                 stall_s = books.settings.stall_s
                 books.went_wrong(OSError(errno.ETIMEDOUT, f"no answer within {stall_s:.1f} s"), SILENCE)
+            books.sweep()
             reports = [*books.told, *books.overdue(now)]
             books.told.clear()
             if not reports:
@@ -98,6 +104,7 @@ class Janitor:
         self._files = files
         self._records = RecordIO(_Watched(books, files))
         self._grow_at = 0.0
+        self._look_at = time.monotonic() + LOOK_S
         self._rest_until = 0.0
         self._marked = False  # removals had their turn
 
@@ -127,35 +134,39 @@ class Janitor:
                 if now < self._rest_until:
                     books.janitor.wait(self._rest_until - now)
                     continue
+                if now >= self._look_at:
+                    self._look_at = now + LOOK_S
+                    return self._look
                 step = self._step(now)
                 marks = books.marks.next()
-                if step is not None and (marks is None or self._marked or not books.log.writable):
+                if step is not None and (marks is None or self._marked or not books.log.segments.writable):
                     self._marked = False
                     return partial(self._do, step)
                 if marks is not None:
                     self._marked = True
                     return partial(self._mark, *marks)
-                books.janitor.wait(None if books.log.may_grow else self._grow_at - now)
+                due = self._look_at if books.log.segments.may_grow else min(self._look_at, self._grow_at)
+                books.janitor.wait(due - now)
             return None
 
     def _step(self, now: float) -> Step | None:
         books = self._books
         if now >= self._grow_at:
-            books.log.may_grow = True
+            books.log.segments.may_grow = True
         kept_free = books.log.keeps_free
         step = books.log.next_step()
         if kept_free and not books.log.keeps_free:
             books.writers.notify_all()
-        stuck = step is None and not books.log.writable and not books.log.leaving
+        stuck = step is None and not books.log.segments.writable and not books.log.segments.leaving
         if stuck and not books.stuck:
             books.writers.notify_all()
         books.stuck = stuck
         return step
 
     def _has_no_room(self, error: OSError) -> None:
-        """Of a file system that makes room as it is written to: nothing is written for a while."""
-        self._rest_until = self._books.full_until = time.monotonic() + FULL_S
-        self._books.last_error = str(error)
+        """Of a file system that makes room as it is written to."""
+        self._rest_until = time.monotonic() + FULL_S
+        self._books.has_no_room(error)
         self._books.writers.notify_all()
 
     def _do(self, step: Step) -> None:
@@ -168,26 +179,27 @@ class Janitor:
                 self._evict(step.segment)
             case StepKind.RETIRE:
                 self._retire(step.segment)
+            case StepKind.DISCARD:
+                self._discard(step.segment)
             case StepKind.FILL:
                 self._fill(step.segment)
 
     def _allocate(self, number: int) -> None:
         books = self._books
         try:
-            self._files.allocate(number, books.log.segment_bytes)
+            self._files.allocate(number, books.log.segments.segment_bytes)
         except OSError as error:  # full, or whatever it is: there are the segments that were made before
             with books.lock:
-                books.log.may_grow = False
                 self._grow_at = time.monotonic() + FULL_S
-                books.last_error = str(error)
+                books.cannot_grow(error)
             return
         with books.lock:
-            books.log.allocated(number)
+            books.log.segments.allocated(number)
 
     def _begin(self, number: int) -> None:
         books = self._books
         with books.lock:
-            head = books.log.next_head(secrets.randbits(64))
+            head = books.log.segments.next_head(secrets.randbits(64))
         self._write_first(number, pack_segment(head))
         with books.lock:
             books.log.begin(number, head)
@@ -197,14 +209,22 @@ class Janitor:
     def _retire(self, number: int) -> None:
         books = self._books
         with books.lock:
-            generation = books.log.retire(number)
+            generation = books.log.segments.retire(number)
         if generation is None:
             return
         self._write_first(number, bytes(BLOCK_BYTES))
         with books.lock:
-            books.log.retired(number)
+            books.log.segments.retired(number)
             books.marks.erased(number, generation)
             books.writers.notify_all()
+
+    def _discard(self, number: int) -> None:
+        """There is room for another of the size that is made now."""
+        with contextlib.suppress(FileNotFoundError):
+            self._files.discard(number)
+        self._files.detach(number)
+        with self._books.lock:
+            self._books.log.segments.discarded(number)
 
     def _write_first(self, number: int, block: bytes) -> None:
         """Raises OSError; before that, a segment where that happens again and again is given up."""
@@ -214,7 +234,7 @@ class Janitor:
         except OSError as error:
             if not is_full(error):
                 with books.lock:
-                    hopeless = books.log.first_block_failed(number)
+                    hopeless = books.log.segments.first_block_failed(number)
                 if hopeless:
                     self._give_up(number, error)
             raise
@@ -228,7 +248,7 @@ class Janitor:
         except OSError as failure:
             log.warning("segment %d could not be removed: %s", number, failure.strerror)
         with self._books.lock:
-            for gone in self._books.log.given_up(number):
+            for gone in self._books.log.segments.given_up(number):
                 self._books.marks.erased(*gone)
             self._books.writers.notify_all()
 
@@ -236,17 +256,17 @@ class Janitor:
         """Where a write failed a mark takes its place, so that what follows it is found after a restart."""
         books = self._books
         with books.lock:
-            gap = books.log.gap(number)
+            gap = books.log.segments.gap(number)
         if gap is None:
             return
         try:
             self._records.write_void(gap)
         except (OSError, CorruptError) as error:
             with books.lock:
-                books.log.not_filled(gap, again=isinstance(error, OSError) and is_full(error))
+                books.log.segments.not_filled(gap, again=isinstance(error, OSError) and is_full(error))
             raise
         with books.lock:
-            books.log.filled(gap)
+            books.log.segments.filled(gap)
 
     def _evict(self, number: int) -> None:
         """Carry over what is used, then let the rest go."""
@@ -293,7 +313,7 @@ class Janitor:
             self._records.write(reservation, data, checksums)
         except Exception as failure:
             with books.lock:
-                books.log.abandon(reservation, again=is_full(_as_os_error(failure)))
+                books.abandoned(reservation, _as_os_error(failure))
             raise
         with books.lock:
             books.committed(reservation)
@@ -325,6 +345,11 @@ class Janitor:
             return False
         return True
 
+    def _look(self) -> None:
+        """Whether its files are those of the directory still."""
+        with self._books.watch(BLOCK_BYTES):
+            self._files.look()
+
     def _try_out(self) -> None:
         books = self._books
         try:
@@ -336,12 +361,10 @@ class Janitor:
                 books.breaker.probe_failed(time.monotonic())
             return
         with books.lock:
-            if books.hangs():
+            if books.moving.hangs():
                 books.breaker.probe_failed(time.monotonic())
-                return
-            books.breaker.succeeded()
-            books.writers.notify_all()
-            books.readers.notify_all()
+            else:
+                books.is_back()
 
 
 def call(report: Report) -> None:

@@ -20,22 +20,17 @@ from kvferry.tiers.contract import (
 )
 from kvferry.tiers.disk.books import Books, Cause
 from kvferry.tiers.disk.files import SegmentFiles
+from kvferry.tiers.disk.log import SegmentLog
 from kvferry.tiers.disk.opening import open_log
-from kvferry.tiers.disk.places import Place, Record
-from kvferry.tiers.disk.segments import SegmentLog
 from kvferry.tiers.disk.settings import DiskSettings
 from kvferry.tiers.disk.threads import Janitor, call, keep_time, read_parts, write_parts
 from kvferry.tiers.disk.wall import unix_s
-from kvferry.tiers.disk.work import Drop, Item, Operation, Removal, Report
+from kvferry.tiers.disk.work import Item, Operation, Removal, Report
 
 log = logging.getLogger("kvferry.tiers.disk")
 
 REMOVE_S = 5.0
 """After so long a removal that could not be written down is LATE."""
-DROP_S = 60.0
-"""As long, for one of many parts."""
-DROP_PASSES = 2
-"""What was carried over during the first lies in a segment that was begun before the second."""
 
 
 class DiskTier:
@@ -171,43 +166,28 @@ class DiskTier:
         older_than_s: float | None = None,
         done: Callable[[Dropped], None],
     ) -> None:
-        """See ``contract.Droppable``. What is dropped from a whole segment goes with its first block."""
+        """See ``contract.Droppable``. Nobody waits for it, however many they are: the clock thread takes them
+        out, some at a time. What is dropped of a whole segment goes with its first block."""
         books = self._books
         latest = self._wall() - older_than_s if older_than_s is not None else None
-
-        def wanted(ref: PartRef, record: Record) -> bool:
-            return namespace in (None, ref.key.namespace) and (latest is None or record.used_at <= latest)
-
-        parts, nbytes, places = 0, 0, list[Place]()
-        with books.lock:
-            if latest is None:
-                books.log.doom(namespace)
-        for _ in range(DROP_PASSES):
-            for number in books.segments():
-                with books.lock:  # each for itself: others have their turn between
-                    gone = books.log.drop(number, wanted)
-                parts, nbytes = parts + gone.parts, nbytes + gone.nbytes
-                places += gone.places
-        deadline = time.monotonic() + DROP_S
-        drop = Drop(Dropped(parts, nbytes), set(), Removal(places, deadline, None), deadline, done)
         with books.lock:
             closed = books.closed
             if not closed:
-                books.drop(drop)
+                books.drop(namespace, latest, done)
         if closed:
-            call(partial(drop.end, Outcome.LATE))
+            call(partial(done, Dropped(0, 0, Outcome.LATE)))
 
     def statistics(self) -> TierStatistics:
         """See the contract. ``detail`` says how full it is and what the disk was last blamed for."""
         books = self._books
         with books.lock:
-            counts, segments = books.counts, books.log
+            counts, segments = books.counts, books.log.segments
             down = books.breaker.is_open or books.closed
             full = books.stuck or time.monotonic() < books.full_until
             detail = {
                 "directory": str(self._settings.directory),
-                "size": f"{segments.segments * segments.segment_bytes} of {self._settings.size_bytes} bytes",
-                "parts": str(len(segments.records)),
+                "size": f"{segments.nbytes} of {self._settings.size_bytes} bytes",
+                "parts": str(len(books.log.records)),
                 "evicted_parts": str(counts.evicted_parts),
                 "direct": "yes" if self._files.direct else "no",
             }
@@ -269,7 +249,7 @@ class DiskTier:
 
     def _unqueued(self, item: Item, *, full: bool) -> tuple[Outcome, Cause | None] | None:
         """How it ends without any work. Under the lock."""
-        if not item.write and item.ref not in self._books.log.records:
+        if not item.write and self._books.log.find(item.ref) is None:
             return Outcome.MISS, None
         if item.write and not possible(item.ref):
             return Outcome.REFUSED, Cause.NO_PART

@@ -3,10 +3,11 @@
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.identity.names import PartRef
 from kvferry.tiers.contract import Dropped, Outcome
+from kvferry.tiers.disk.dropping import Sweep
 from kvferry.tiers.disk.places import Place
 
 Report = Callable[[], None]
@@ -70,14 +71,14 @@ class Removal:
 
 @dataclass(slots=True, eq=False)
 class Drop:
-    """A drop under way. erasing: segments that must be erased before it is done. marks: what must be written
-    into others."""
+    """A drop under way. sweep: what it is about. marks: what must be written down for it. erasing: segments
+    that must be erased before it is done, once it is through all of them."""
 
-    dropped: Dropped
-    erasing: set[tuple[int, int]]
-    marks: Removal
+    sweep: Sweep
     deadline: float
     done: Callable[[Dropped], None] | None
+    marks: list[Removal] = field(default_factory=list[Removal])
+    erasing: set[tuple[int, int]] | None = None
 
     @property
     def awaited(self) -> bool:
@@ -86,13 +87,15 @@ class Drop:
     @property
     def over(self) -> bool:
         """Whether it will hold after a restart, or is known not to."""
-        return not self.marks.places and not self.erasing
+        return self.erasing is not None and not self.erasing and not any(each.places for each in self.marks)
 
     def end(self, outcome: Outcome | None = None) -> None:
         """Tell, unless that was done before."""
         done, self.done = self.done, None
+        failed = any(each.outcome is not Outcome.OK for each in self.marks)
         if done is not None:
-            done(self.dropped._replace(outcome=outcome or self.marks.outcome))
+            own = Outcome.FAILED if failed else Outcome.OK
+            done(Dropped(self.sweep.parts, self.sweep.nbytes, outcome or own))
 
 
 class WorkQueue:
