@@ -334,7 +334,16 @@ def memory_bytes() -> int:
     return min(total, int(limit)) if limit.isdigit() else total
 
 
+def check_metrics(*, port: int, host: str) -> None:
+    """Raises MisconfiguredError for the address of a page that is not there."""
+    if not port and host != DEFAULT_METRICS_HOST:
+        raise MisconfiguredError(
+            f"metrics_host is {host}, but metrics_port is 0: no metrics; set a port too, or leave it out"
+        )
+
+
 def _check(settings: NodeSettings) -> None:
+    check_metrics(port=settings.metrics_port, host=settings.metrics_host)
     if settings.disk is not None and settings.valkey is not None:
         raise MisconfiguredError("disk and valkey are both set; a node has one of them behind it: keep one")
     if (settings.disk is None) != (settings.disk_bytes is None):

@@ -12,10 +12,11 @@ from tests.node.fleet import Engine, at_rest, digests, eventually, settings
 from kvferry.cli.main import main
 from kvferry.client.messages import NamespaceInfo, Reason
 from kvferry.identity.names import PartKey, PartRef
+from kvferry.keeper.admin import KeeperAdmin
 from kvferry.keeper.app import KeeperProcess
 from kvferry.keeper.client import KeeperAccess, Keepers
 from kvferry.keeper.settings import KeeperSettings
-from kvferry.keeper.wire import Where
+from kvferry.keeper.wire import DropTier, Where
 from kvferry.node.node import Node
 from kvferry.testing.servers import Server, running_server
 from kvferry.tiers.objects.settings import ObjectSettings
@@ -160,6 +161,41 @@ def test_what_is_dropped_from_all_tiers_is_found_in_none(fleet: Fleet, run: Run)
     answer = fleet.engines[1].lookup(others, "kept")
     fleet.engines[1].scheduler.end(answer.load_id)
     assert answer.count == CHUNKS
+
+
+def test_a_prompt_dropped_everywhere_is_counted_once(fleet: Fleet, run: Run) -> None:
+    """It goes through the tiers twice, and what went in the first round is not there in the second."""
+    fleet.keep("cmpl-once")
+    said = run("drop", "all", "--request", "cmpl-once")
+    assert {each["tier"]: each["dropped_parts"] for each in said["from"]} == dict.fromkeys(
+        ("objects", "disk", "valkey", "memory"), CHUNKS
+    )
+    assert run("drop", "valkey", "--request", "cmpl-once")["dropped_parts"] == 0
+
+
+def test_all_without_a_node_is_not_all(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    chunks = fleet.keep("cmpl-left")
+    nobody = str(fleet.socket.with_name("nobody.sock"))
+    asked = ["drop", "all", "--keepers", str(fleet.keeper.address), "--socket", nobody]
+    assert main([*asked, "--json"]) == 1
+    out, err = capsys.readouterr()
+    said = {each["tier"]: each for each in json.loads(out)["from"]}
+    assert set(said) == {"objects", "disk", "valkey", "memory"}
+    assert [tier for tier, each in said.items() if each["error"]] == ["memory"]
+    assert "kvferry: memory of this node: untouched, for " in err
+    assert "run kvferry drop memory on its host" in err
+    assert fleet.in_valkey(chunks) == 0
+    assert fleet.where(chunks) == {Where.ABSENT}
+
+
+def test_a_drop_that_dies_between_two_tiers_blocks_nothing(fleet: Fleet) -> None:
+    """Only as long as its connection lasts nothing of the namespace is kept."""
+    refs = fleet.refs(fleet.keep("cmpl-died"))
+    drops = fleet.keeper._keeper._drops
+    with KeeperAdmin(fleet.keeper.address, access=KeeperAccess()) as admin:
+        assert admin.drop(DropTier.OBJECTS, namespace=SPACE.namespace).parts >= CHUNKS
+        assert drops.among(refs) == frozenset(refs)
+    eventually(lambda: not drops.among(refs), "kept again")
 
 
 def test_what_is_young_survives_a_drop_by_age(fleet: Fleet, run: Run) -> None:

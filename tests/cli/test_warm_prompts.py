@@ -277,7 +277,10 @@ def test_an_answer_that_comes_bit_by_bit_and_never_ends_is_given_up(start: bytes
         (["warm", "--engine", "h:8000", "p.jsonl"], "write http://host:8000"),
         (["warm", "--engine", "http://h:port", "p.jsonl"], "is no such address"),
         (["warm", "--engine", "http://u:s3cret@h", "p.jsonl"], "put a key into OPENAI_API_KEY"),
-        (["warm", "--engine", "http://h", "p.jsonl", "--into", "memory"], "--into is for parts"),
+        (
+            ["warm", "--engine", "http://h", "p.jsonl", "--into", "memory"],
+            "--into is for what nodes and keepers have",
+        ),
         (["warm", "--engine", "http://h", "p.jsonl", "--concurrency", "0"], "--concurrency: "),
         (["warm", "--most-reused", "soon", "--max", "1GiB"], "--most-reused: 'soon'"),
         (["warm", "--most-reused", "1h", "--max", "much"], "--max: 'much'"),

@@ -45,6 +45,7 @@ class FakeKeeping:
     told: list[tuple[str, object]] = field(default_factory=list)
     locates: list[tuple[Sequence[PartRef], Callable[[Sequence[Where]], None]]] = field(default_factory=list)
     stages: list[Staging] = field(default_factory=list)
+    drops: list[Callable[[Dropped], None]] = field(default_factory=list)
 
     def stored(self, refs: Sequence[PartRef], *, positions: Sequence[int], likely: Sequence[bool]) -> None:
         self.told.append(("stored", list(zip(refs, positions, likely, strict=True))))
@@ -87,7 +88,9 @@ class FakeKeeping:
             done(Dropped(len(parts), sum(ref.nbytes for ref in parts)))
             return
         self.told.append(("drop", (tier, namespace, older_than_s)))
-        done(Dropped(3, 3000))
+        self.drops.append(done)
+        if not self.held:
+            done(Dropped(3, 3000))
 
     def drop_ended(self, namespace: bytes | None) -> None:
         self.told.append(("drop ended", namespace))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.keeper.conftest import Serve
-from tests.keeper.fleet import FakeKeeping
+from tests.keeper.fleet import NAMESPACE, FakeKeeping
 from tests.keeper.raw import raw_keeper
 from tests.keeper.test_tls import Fleet as TlsFleet
 
@@ -17,7 +17,8 @@ from kvferry.keeper.access import KeeperAccess
 from kvferry.keeper.admin import Fleet, KeeperAdmin
 from kvferry.keeper.framing import encode
 from kvferry.keeper.server import Admission
-from kvferry.keeper.wire import Document, DropTier, StatusQuery, ToKeeper
+from kvferry.keeper.wire import Document, Drop, DropTier, StatusQuery, ToKeeper
+from kvferry.testing.expectations import eventually
 from kvferry.tiers.contract import Dropped
 
 
@@ -36,6 +37,33 @@ def test_keepers_of_one_name_are_all_asked(serve: Serve) -> None:
     assert [keeping.told for keeping in keepings] == [
         [("drop", ("disk", None, None)), ("drop ended", None)]
     ] * 3
+
+
+def test_a_keeper_that_does_not_hear_that_a_drop_has_ended_is_named(serve: Serve) -> None:
+    servers = [serve(FakeKeeping(), Admission(name=name)) for name in ("here", "gone")]
+    with Fleet([server.address for server in servers], access=KeeperAccess()) as fleet:
+        fleet.drop(DropTier.DISK)
+        assert fleet.drop_ended() == {}
+        servers[1].close()
+        assert list(fleet.drop_ended()) == ["gone"]
+
+
+def test_a_drop_under_way_when_its_connection_ends_is_over_when_it_is_done(serve: Serve) -> None:
+    keeping = FakeKeeping(held=True)
+    server = serve(keeping)
+    with KeeperAdmin(server.address, access=KeeperAccess()) as asked:
+        asked._send(Drop(ticket=1, tier=DropTier.DISK, namespace=NAMESPACE), time.monotonic() + 60.0)
+        asked._send(
+            Drop(ticket=2, tier=DropTier.DISK, namespace=b"a" * 16, alone=True), time.monotonic() + 60.0
+        )
+        eventually(lambda: len(keeping.drops) == 2, "both are under way")
+    eventually(lambda: not server.connections, "gone")
+    for done in keeping.drops:
+        done(Dropped(3, 3000))
+    eventually(
+        lambda: keeping.told.count(("drop ended", NAMESPACE)) == 2, "told, as it closed and as it was done"
+    )
+    assert ("drop ended", b"a" * 16) not in keeping.told
 
 
 def test_who_is_refused_over_tls_leaves_no_socket(

@@ -9,14 +9,15 @@ from typing import Any
 
 from kvferry.cli.address import add_socket_argument
 from kvferry.cli.keepers import OTHERS, add_keeper_arguments
+from kvferry.cli.unused import KEEPER_FLAGS, refuse
 from kvferry.config import format_size
 from kvferry.errors import MisconfiguredError
 from kvferry.identity.names import NAMESPACE_BYTES
 from kvferry.values import parse_age
 
-ALL = "all"
+ALL, MEMORY, VALKEY = "all", "memory", "valkey"
 # What lies deepest goes first: it could be brought back up from there. Twice, for what was on its way.
-ORDER = ("objects", "disk", "valkey", "memory")
+ORDER = ("objects", "disk", VALKEY, MEMORY)
 _DIGITS = 2 * NAMESPACE_BYTES
 _MIN_DIGITS = 4
 
@@ -48,6 +49,7 @@ def main(args: argparse.Namespace) -> int:
     if args.request is not None and (digits or args.older_than is not None):
         raise MisconfiguredError("--request names its own chunks; leave --namespace and --older-than out")
     older_than_s = _age(args.older_than)
+    _check_together(args)
     from kvferry.cli.drop_tiers import Droppers
 
     with ExitStack() as stack:
@@ -73,10 +75,22 @@ def main(args: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _check_together(args: argparse.Namespace) -> None:
+    """Raises MisconfiguredError for what would not be looked at."""
+    if args.request is not None:
+        refuse(args, ["--valkey"], why="is not asked for the prompt of a --request: leave one of them out")
+    if args.tier == MEMORY:
+        refuse(args, ["--valkey", *KEEPER_FLAGS], why="has no part in a node's memory: leave it out")
+    elif args.tier == VALKEY and args.valkey is not None:
+        refuse(args, KEEPER_FLAGS, why="and --valkey are two ways to the same: leave one of them out")
+    elif args.tier != ALL:
+        refuse(args, ["--valkey"], why=f"has no part in {args.tier}: keepers drop from there, leave it out")
+
+
 def _named(gone: Any, tier: str) -> str:
     """Which tiers it was, with what of each where there is more than one."""
     sums: dict[str, int] = {}
-    for each in gone:
+    for each in (each for each in gone if each.tier != ALL):
         sums[each.tier] = sums.get(each.tier, 0) + each.nbytes
     if tier != ALL:
         return tier

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvferry.keeper.admin import Fleet
     from kvferry.tiers.valkey.url import ValkeyUrl
 
-MEMORY, VALKEY, DISK = "memory", "valkey", "disk"
+ALL, MEMORY, VALKEY, DISK = "all", "memory", "valkey", "disk"
 OK = "ok"
 DRAIN_S = 10.0  # for what the node is still writing to Valkey
 DROP_S = 3600.0  # of a Valkey, by ourselves
@@ -31,6 +31,7 @@ URL_VARIABLE = "KVFERRY_VALKEY"
 _POLL_S = 0.1
 _TAG = 2 * DOMAIN_TAG_BYTES
 _DIGITS = 2 * NAMESPACE_BYTES
+_NO_MEMORY = "name the node's --socket, or run kvferry drop memory on its host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +73,13 @@ class Droppers:
         self._digits = namespace
         self._request = request
         self._older_than_s = older_than_s
+        self._away = ""  # why there is no node
 
     def drop(self, tiers: Sequence[str], *, named: bool = False) -> list[Gone]:
         """From these, as far as they are there. named: the one that was asked for must be.
 
-        Of several, in this order and once more: what was on its way from one to another is caught then.
+        Of several, in this order and once more: what was on its way from one to another is caught then. What
+        no node was there to drop from memory is an error of its own.
         """
         if named:
             return [gone for tier in tiers for gone in self._drop(tier)]
@@ -84,12 +87,15 @@ class Droppers:
         if not there:
             raise RefusedError("there is no tier to drop from; start the node, or name --keepers or --valkey")
         try:
-            first = [gone for tier in there for gone in self._drop(tier)]
+            gone = [gone for tier in there for gone in self._drop(tier)]
             self._drain()
-            return _together(first + [gone for tier in there for gone in self._drop(tier)])
+            gone += [gone for tier in there for gone in self._drop(tier)]
         finally:
-            if self._fleet is not None and self._request is None:
-                self._fleet.drop_ended(namespace=self._namespace)
+            unheard = self._ended()
+        if MEMORY in tiers and not self._reachable:
+            gone.append(Gone(MEMORY, "this node", error=f"untouched, for {self._away}; {_NO_MEMORY}"))
+        failed = {each.where for each in gone if each.error}
+        return _together(gone) + [each for each in unheard if each.where not in failed]
 
     # -- who there is --------------------------------------------------------------------------------
 
@@ -108,7 +114,8 @@ class Droppers:
             return bool(self._status)
         except (RefusedError, MisconfiguredError):
             raise
-        except KvferryError:
+        except KvferryError as error:
+            self._away = str(error)
             return False
 
     @cached_property
@@ -231,6 +238,19 @@ class Droppers:
             if not ended.wait(DROP_S):
                 raise RetryError(f"{url} was not looked through within {DROP_S:.0f} s; repeat the command")
         return Gone(VALKEY, str(url), said[0].parts, said[0].nbytes, _complaint(said[0].outcome.value))
+
+    def _ended(self) -> list[Gone]:
+        """Tell keepers that the drop is over. Those that did not hear it, and why."""
+        if self._fleet is None or self._request is not None:
+            return []
+        return [
+            Gone(
+                ALL,
+                f"keeper {name}",
+                error=f"it may have brought back some of it ({error}); repeat the command",
+            )
+            for name, error in self._fleet.drop_ended(namespace=self._namespace).items()
+        ]
 
     def _drain(self) -> None:
         """Wait for what the node writes to Valkey: what memory had of it is gone from there soon."""

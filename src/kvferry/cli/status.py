@@ -18,6 +18,7 @@ from kvferry.cli.table import (
     short_namespace,
     table,
 )
+from kvferry.cli.unused import KEEPER_FLAGS, NODE_FLAGS, refuse
 from kvferry.config import format_size
 
 # Details of a tier that get a line of their own under the table; the others share one, these first.
@@ -228,9 +229,11 @@ def _namespaces(spaces: list[dict[str, Any]]) -> list[str]:
 def main(args: argparse.Namespace) -> int:
     """Ask the node, or the keepers that are named, and print."""
     if args.keepers is not None:
+        refuse(args, NODE_FLAGS, why="names a node, and --keepers asks keepers: leave one of them out")
         from kvferry.cli import keeper_status
 
         return keeper_status.main(args)
+    refuse(args, KEEPER_FLAGS, why="is for asking keepers: name them with --keepers, or leave it out")
     with asked(args) as admin:
         status = admin.status()
         version = admin.welcome.version

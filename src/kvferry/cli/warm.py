@@ -12,6 +12,7 @@ from kvferry.cli.address import add_socket_argument, asked
 from kvferry.cli.keepers import OTHERS, add_keeper_arguments, are_named, fleet, keeper_addresses
 from kvferry.cli.progress import Progress
 from kvferry.cli.table import causes, count, duration, share, table
+from kvferry.cli.unused import KEEPER_FLAGS, NODE_FLAGS, refuse
 from kvferry.config import format_size, parse_size
 from kvferry.errors import MisconfiguredError, RefusedError
 from kvferry.values import parse_age, parse_count
@@ -32,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("file", nargs="*", help="prompts: a text file, .jsonl (one a line), or - for lines")
     engine.add_argument("--engine", metavar="URL", help="its OpenAI API, like http://host:8000")
     engine.add_argument("--model", metavar="NAME", help="as the engine calls it (default: its only one)")
-    engine.add_argument("--concurrency", metavar="N", default="4", help="prompts at a time (default 4)")
-    engine.add_argument("--timeout", metavar="S", default="600", help="for one answer (default 600)")
+    engine.add_argument("--concurrency", metavar="N", help="prompts at a time (default 4)")
+    engine.add_argument("--timeout", metavar="S", help="for one answer (default 600)")
     below = parser.add_argument_group("from disk and objects, by keepers")
     below.add_argument("--request", metavar="ID", help="the prompt of this request, as explain takes it")
     below.add_argument("--most-reused", metavar="AGE", help="what was used most, of the last, say, 24h")
@@ -72,10 +73,13 @@ def _through_engine(args: argparse.Namespace) -> int:
     if args.engine is None or not args.file:
         lacks = "--engine URL" if args.engine is None else "a file of prompts"
         raise MisconfiguredError(f"{lacks} is missing: kvferry warm --engine http://host:8000 prompts.jsonl")
-    if args.into is not None:
-        raise MisconfiguredError("--into is for parts that keepers have; an engine stores by its own node")
-    concurrency = _number("--concurrency", args.concurrency, MAX_CONCURRENCY)
-    timeout_s = _number("--timeout", args.timeout, MAX_TIMEOUT_S)
+    refuse(
+        args,
+        ["--into", *KEEPER_FLAGS, *NODE_FLAGS],
+        why="is for what nodes and keepers have; an engine stores by its own node: leave it out",
+    )
+    concurrency = _number("--concurrency", args.concurrency or "4", MAX_CONCURRENCY)
+    timeout_s = _number("--timeout", args.timeout or "600", MAX_TIMEOUT_S)
     from kvferry.cli import warm_prompts
 
     engine = warm_prompts.Engine(args.engine, timeout_s=timeout_s)
@@ -144,6 +148,11 @@ def _prompts_text(sums: "Sums", seconds: float, by_counters: bool) -> str:
 
 
 def _from_below(args: argparse.Namespace) -> int:
+    refuse(
+        args,
+        ["--model", "--concurrency", "--timeout"],
+        why="is for prompts that go through an --engine: leave it out",
+    )
     into = args.into or VALKEY
     within_s = _age(args.most_reused) if args.most_reused is not None else 0.0
     max_bytes = _size(args.max) if args.max is not None else 0

@@ -135,8 +135,9 @@ class KeeperAdmin:
             raise RefusedError(f"keeper {self.address} did not say how much it dropped") from error
 
     def drop_ended(self, *, namespace: bytes = b"") -> None:
-        """After drops of several tiers: see ``wire.DropEnded``."""
+        """After drops of several tiers: see ``wire.DropEnded``. Returns once it was heard."""
         self._send(DropEnded(namespace=namespace), time.monotonic() + ANSWER_S)
+        self.status()
 
     def most_reused(self, within_s: float, max_bytes: int, *, namespace: bytes = b"") -> list[PartRef]:
         """Which parts were used most, most used first."""
@@ -313,9 +314,11 @@ class Fleet:
 
         return self._each(one)
 
-    def drop_ended(self, *, namespace: bytes = b"") -> None:
-        """After drops of several tiers. A keeper that cannot be told finds out by itself, minutes later."""
-        self._each(lambda keeper: keeper.drop_ended(namespace=namespace))
+    def drop_ended(self, *, namespace: bytes = b"") -> dict[str, KvferryError]:
+        """After drops of several tiers. Those that did not hear it: a keeper whose connection was lost takes
+        the drop for over from then on, before it was perhaps."""
+        answers = self._each(lambda keeper: keeper.drop_ended(namespace=namespace))
+        return {name: answer for name, answer in answers.items() if isinstance(answer, KvferryError)}
 
     def most_reused(self, within_s: float, max_bytes: int, *, namespace: bytes = b"") -> list[PartRef]:
         """Of at most so many bytes: each keeper's most reused first, in turn."""

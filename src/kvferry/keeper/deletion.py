@@ -20,7 +20,7 @@ from kvferry.tiers.contract import Droppable, Dropped, Outcome, Tier
 GRACE_S = 330.0
 """Between two tiers of one drop at most: whoever drops waits for the slowest keeper, for minutes.
 
-Who dies in between costs the namespace its lower tiers for so long.
+Whose connection ends in between drops no more: ``requests.py`` says so then.
 """
 
 

@@ -132,6 +132,7 @@ class Requests:
         self._questions: dict[int, _Question] = {}
         self._parts = 0
         self._ended: dict[int, list[tuple[int, Outcome]]] = {}
+        self._dropping: set[bytes | None] = set()  # namespaces that this peer drops tier by tier
         self._closed = False
 
     def __len__(self) -> int:
@@ -162,13 +163,15 @@ class Requests:
                 raise RefusedError(f"unexpected {type(message).__name__} from a {role}")
 
     def close(self) -> None:
-        """The peer is gone: nobody wants the rest."""
+        """The peer is gone: nobody wants the rest, and what it was dropping tier by tier is over."""
         self._closed = True
         for question in self._questions.values():
             if question.transfer is not None:
                 question.transfer.cancel()
         self._questions.clear()
         self._ended.clear()
+        for namespace in self._dropping:
+            self._keeping.drop_ended(namespace)
 
     def _locate(self, message: Locate) -> None:
         refs = message.parts.refs()
@@ -245,6 +248,7 @@ class Requests:
             case Drop():
                 self._drop(message)
             case DropEnded(namespace=namespace):
+                self._dropping.discard(namespace or None)
                 self._keeping.drop_ended(namespace or None)
             case MostReused():
                 self._run(partial(self._reused, message))
@@ -272,7 +276,10 @@ class Requests:
             self._answer(answer)
 
     def _drop(self, message: Drop) -> None:
-        ticket = message.ticket
+        ticket, namespace = message.ticket, message.namespace or None
+        whole = message.parts is None and not message.older_than_s
+        if whole and not message.alone:
+            self._dropping.add(namespace)
 
         def done(dropped: Dropped) -> None:
             document = {
@@ -281,12 +288,12 @@ class Requests:
                 "outcome": dropped.outcome.value,
             }
             answer = Document(ticket=ticket, json=msgspec.json.encode(document))
-            self._loop.post(partial(self._answer, answer))
+            self._loop.post(partial(self._dropped, namespace, answer))
 
         try:
             self._keeping.drop(
                 message.tier.value,
-                namespace=message.namespace or None,
+                namespace=namespace,
                 older_than_s=message.older_than_s or None,
                 parts=message.parts.refs() if message.parts is not None else None,
                 alone=message.alone,
@@ -294,6 +301,11 @@ class Requests:
             )
         except RefusedError as error:
             self._send(Document(ticket=ticket, error=str(error)))
+
+    def _dropped(self, namespace: bytes | None, answer: Message) -> None:
+        if self._closed and namespace in self._dropping:
+            self._keeping.drop_ended(namespace)  # from the end of this drop on it would count for minutes
+        self._answer(answer)
 
     def _answer(self, message: Message) -> None:
         if not self._closed:

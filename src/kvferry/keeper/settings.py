@@ -11,6 +11,7 @@ from pathlib import Path
 from kvferry.config import (
     DEFAULT_METRICS_HOST,
     OTHER_ENVIRONMENT,
+    check_metrics,
     format_size,
     parse_limit,
     parse_port,
@@ -180,6 +181,7 @@ def _check(settings: KeeperSettings) -> None:
         raise MisconfiguredError("tls_cert and tls_key belong together; set both or neither")
     if settings.tls_ca is not None and settings.tls_cert is None:
         raise MisconfiguredError("tls_ca is set, but no tls_cert; who asks for certificates has one")
+    check_metrics(port=settings.metrics_port, host=settings.metrics_host)
     if settings.keepers and settings.name not in settings.keepers:
         raise MisconfiguredError(
             f"this keeper is called {settings.name!r}, which is none of keepers "

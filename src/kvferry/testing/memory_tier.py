@@ -113,10 +113,11 @@ class MemoryTier:
         """See the contract."""
 
         def work(ending: Outcome | None) -> None:
+            there = [ending is None and ref.key in self.parts for ref in refs]
             for ref in refs if ending is None else ():
                 self._drop(ref.key)
             if done is not None:
-                done([ending or Outcome.OK for _ in refs])
+                done([ending or (Outcome.OK if was else Outcome.MISS) for was in there])
 
         self._submit(_Task(time.monotonic() + 5.0), work)
 

@@ -161,6 +161,17 @@ class TierContract:
         expect(fetch_all(tier, [gone])[0][0] == FetchResult(Outcome.MISS, ()), "fetched after its removal")
         expect(fetch_all(tier, [kept])[0][1] == parts[1][1], "another part was removed")
 
+    def test_a_removal_tells_what_was_there(self, tier: Tier) -> None:
+        """So that nobody counts twice what went once."""
+        parts = [(some_ref(3 << 20, n), some_bytes(3 << 20, n)) for n in (402, 403)]
+        store_all(tier, parts)
+        refs = [parts[0][0], some_ref(1000, 404), parts[1][0]]
+        for expected in ([Outcome.OK, Outcome.MISS, Outcome.OK], [Outcome.MISS] * 3):
+            results = Results(1)
+            tier.remove(refs, done=lambda found, told=results: told.done(0, list(found)))  # type: ignore[misc]
+            found = results.wait()[0]
+            expect(found == expected, f"removing told {found}, not {expected}")
+
     def test_while_a_part_is_being_stored_nobody_sees_half_of_it(self, tier: Tier) -> None:
         """A reader meanwhile gets a miss or the exact bytes."""
         size = max(self.part_sizes)

@@ -122,6 +122,7 @@ class Part:
         "_remaining",
         "cause",
         "checksums",
+        "found",
         "index",
         "operation",
         "prefix",
@@ -158,6 +159,7 @@ class Part:
         self.verdict = Verdict.OK
         self.cause = Cause.NONE
         self.checksums: list[bytes] = [b""] * len(stripe_plan(ref.nbytes))
+        self.found = False  # a removal met at least one value
         self.written: list[Written] = []  # by this operation; stripes that were there already are not
         self._remaining = jobs
 

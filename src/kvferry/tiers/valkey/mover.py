@@ -194,7 +194,10 @@ class Mover(threading.Thread):
     def _conclude_small(self, job: Job, reply: Reply) -> None:
         if isinstance(reply, ServerError):
             self._refused(job, reply)
-        elif (reply == 0 or job.verb is Verb.UNLINK) and job.look_older():
+            return
+        if job.verb is Verb.UNLINK and reply != 0:
+            job.part.found = True
+        if (reply == 0 or job.verb is Verb.UNLINK) and job.look_older():
             self._shard.routes.dispatch(job)
         elif job.verb is Verb.TOUCH and reply == 0 and job.storing:
             job.become_set()

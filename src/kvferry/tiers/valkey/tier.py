@@ -141,7 +141,7 @@ class ValkeyTier:
 
         def ended(parts: Sequence[Part]) -> None:
             if done is not None:
-                done([part.outcome for part in parts])
+                done([_removal(part) for part in parts])
 
         self._ask_all(refs, Verb.UNLINK, deadline=time.monotonic() + REMOVE_S, ended=ended)
 
@@ -267,6 +267,11 @@ class ValkeyTier:
                 self._missed += 1
             else:
                 self._failed[part.cause.value] += 1
+
+
+def _removal(part: Part) -> Outcome:
+    """MISS where no value of it was there."""
+    return Outcome.MISS if part.outcome is Outcome.OK and not part.found else part.outcome
 
 
 def _ranks(refs: Sequence[PartRef]) -> list[int]:
