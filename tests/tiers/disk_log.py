@@ -26,18 +26,28 @@ from kvferry.tiers.disk.recovery import scan
 from kvferry.tiers.disk.segments import Segments
 from kvferry.tiers.disk.settings import FILE_OVERHEAD_BYTES, DiskSettings
 from kvferry.tiers.disk.threads import Janitor
+from kvferry.tiers.disk.wall import unix_s
 
 SEGMENT_BYTES = 12 * BLOCK_BYTES
 SEGMENTS = 4
 SIZES = (1, 100, 4096, 5000, 9000, 40, 12000, 8192, 7, 300, 20000, 4097)
-REFS = [some_ref(size, n) for n, size in enumerate(SIZES)]
+NAMESPACES = (b"namespace number", b"another of them.")
+
+
+def _named(nbytes: int, n: int) -> PartRef:
+    ref = some_ref(nbytes, n)
+    return ref._replace(key=ref.key._replace(namespace=NAMESPACES[n % 2]))
+
+
+REFS = [_named(size, n) for n, size in enumerate(SIZES)]
 BYTES = [some_bytes(size, n) for n, size in enumerate(SIZES)]
 UNDER_WAY = 3
 
 
-def empty_log(max_parts: int = 100) -> SegmentLog:
+def empty_log(max_parts: int = 100, wall: Callable[[], float] = unix_s) -> SegmentLog:
     size = BLOCK_BYTES + SEGMENTS * (SEGMENT_BYTES + FILE_OVERHEAD_BYTES)
-    return SegmentLog(Segments(segment_bytes=SEGMENT_BYTES, size_bytes=size), max_parts=max_parts)
+    segments = Segments(segment_bytes=SEGMENT_BYTES, size_bytes=size)
+    return SegmentLog(segments, max_parts=max_parts, wall=wall)
 
 
 class Write(NamedTuple):
@@ -95,6 +105,7 @@ class Disk:
         self.records = RecordIO(files)
         self.janitor = Janitor(Books(DiskSettings(Path(), 1), log), files)  # type: ignore[arg-type]
         self.carrying: PartRef | None = None
+        self.sweeps = True
         carry = self.janitor._carry
 
         def carried(ref: PartRef) -> bool:
@@ -107,8 +118,8 @@ class Disk:
         self.janitor._carry = carried  # type: ignore[method-assign]
 
     @classmethod
-    def empty(cls, max_parts: int = 100) -> "Disk":
-        return cls(MemoryFiles(), empty_log(max_parts))
+    def empty(cls, max_parts: int = 100, wall: Callable[[], float] = unix_s) -> "Disk":
+        return cls(MemoryFiles(), empty_log(max_parts, wall))
 
     @classmethod
     def recovered(cls, files: MemoryFiles) -> "Disk":
@@ -129,11 +140,12 @@ class Disk:
         return cls(files, log)
 
     def settle(self) -> None:
+        """But for drops, where ``sweeps`` says so."""
         books = self.janitor._books
         while True:
-            swept = books.marks.sweeping
-            with books.lock:
-                books.sweep()
+            swept = self.sweeps and books.marks.sweeping
+            if self.sweeps:
+                self.sweep()
             marks = books.marks.next()
             if marks is not None:
                 self.janitor._mark(*marks)
@@ -145,11 +157,16 @@ class Disk:
             if step is not None:
                 self.janitor._do(step)
 
+    def sweep(self) -> None:
+        with self.janitor._books.lock:
+            self.janitor._books.sweep()
+
     def store(self, n: int) -> None:
-        for _ in range(20):
+        for _ in range(60):
             place = self.log.reserve(REFS[n])
             if place is not Lack.NO_ROOM:
                 break
+            self.sweep()  # a drop that is half done holds its segments
             self.settle()
         if place is not Lack.PRESENT:
             assert not isinstance(place, Lack)

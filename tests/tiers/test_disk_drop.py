@@ -4,6 +4,7 @@ import errno
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from kvferry.identity.names import PartRef
 from kvferry.testing.expectations import eventually
 from kvferry.testing.tier_calls import Results, fetch_all, probe_all, some_bytes, some_ref, store_all
 from kvferry.tiers.contract import Droppable, Dropped, Outcome, StoreItem
+from kvferry.tiers.disk import marks
+from kvferry.tiers.disk.dropping import Sweep
 from kvferry.tiers.disk.format import BLOCK_BYTES
-from kvferry.tiers.disk.places import State
+from kvferry.tiers.disk.log import SegmentLog
+from kvferry.tiers.disk.places import Record, State
 from kvferry.tiers.disk.settings import DiskSettings
 from kvferry.tiers.disk.tier import DiskTier
 
@@ -277,3 +281,49 @@ def test_what_is_being_written_beside_what_is_dropped_is_kept(store: DiskStore, 
     assert is_right(again, slow)
     assert probe_all(again, [named(ONE, n) for n in range(12)]) == [Outcome.MISS] * 12
     again.close()
+
+
+def test_whoever_drops_looks_at_no_part_itself_and_nobody_at_many_at_a_time(
+    store: DiskStore, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many there are; what is dropped is not found meanwhile."""
+    keep(tier, [named((ONE, OTHER)[n % 2], n, 5_000) for n in range(60)])
+    looks: Counter[str] = Counter()
+    covers, sweep = Sweep.covers, SegmentLog.sweep
+    at_once: list[int] = []
+
+    def counted(self: Sweep, ref: PartRef, record: Record) -> bool:
+        looks[threading.current_thread().name] += 1
+        return covers(self, ref, record)
+
+    def bounded(self: SegmentLog, which: Sweep, most: int) -> None:
+        before = looks.total()
+        sweep(self, which, 7)
+        at_once.append(looks.total() - before)
+
+    monkeypatch.setattr(Sweep, "covers", counted)
+    monkeypatch.setattr(SegmentLog, "sweep", bounded)
+    results = Results(1)
+    tier.drop(namespace=ONE, done=lambda found: results.done(0, found))
+    assert probe_all(tier, [named(ONE, 0, 5_000)]) == [Outcome.MISS]
+    assert results.wait() == [Dropped(30, 30 * 5_000)]
+    mine = threading.current_thread().name
+    assert looks[mine] <= 1  # of the probe
+    assert looks.total() - looks[mine] == 60
+    assert max(at_once) <= 7
+
+
+def test_drops_under_way_are_bounded_and_none_beyond_is_begun(
+    store: DiskStore, tier: DiskTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(marks, "MAX_DROPS", 1)
+    refs = [named((ONE, OTHER)[n % 2], n) for n in range(4)]
+    keep(tier, refs)
+    first, second = list[Dropped](), list[Dropped]()
+    with store.troubles.hang():
+        tier.drop(namespace=ONE, done=first.append)  # waits for its marks
+        tier.drop(done=second.append)
+        eventually(lambda: second == [Dropped(0, 0, Outcome.REFUSED)], "the refusal")
+        assert probe_all(tier, refs) == [Outcome.MISS, Outcome.OK] * 2
+        assert not first
+    eventually(lambda: first == [Dropped(2, 2 * 500_000)], "the end of the drop")

@@ -1,7 +1,6 @@
 """What an objects tier decides without a bucket: URLs, names, formats, spans, retries, its catalogue."""
 
 import asyncio
-import math
 from array import array
 
 import pytest
@@ -25,7 +24,6 @@ from kvferry.tiers.objects.format import (
     pack_manifest,
     pack_removed,
     pack_tail,
-    part_bytes,
     read_manifest,
     read_removed,
     read_tail,
@@ -361,15 +359,3 @@ class CatalogueLife(RuleBasedStateMachine):
 
 TestCatalogueLife = CatalogueLife.TestCase
 TestCatalogueLife.settings = settings(max_examples=runs(100), stateful_step_count=30, deadline=None)
-
-
-def test_age_counts_from_the_last_use_and_else_from_the_time_of_storing() -> None:
-    catalogue = Catalogue()
-    pack = catalogue.add(NAMESPACE, _index(new_id(1000.0), [_ref(1), _ref(2)]))
-    assert pack is not None
-    assert catalogue.unused_since(pack, 1001.0, 50.0) == [0, 1]
-    assert catalogue.unused_since(pack, 999.0, 50.0) == []
-    catalogue.use(_ref(2), 60.0)
-    assert catalogue.unused_since(pack, 1001.0, 50.0) == [0]
-    assert catalogue.unused_since(pack, math.inf, math.inf) == [0, 1]
-    assert part_bytes(pack.index.keys[0]) == 100

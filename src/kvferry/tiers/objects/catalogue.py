@@ -58,10 +58,37 @@ class Record(NamedTuple):
         return Removal(self.pack.ident, self.record)
 
 
+@dataclass(slots=True, eq=False)
+class Cut:
+    """What a drop is about: records of a namespace (None: of any) in packs known before it, whose numbers are
+    below ``number``; stored before ``stored_s`` (the store's clock) and last used before ``used``.
+
+    parts, nbytes: struck so far.
+    """
+
+    namespace: bytes | None
+    number: int
+    stored_s: float
+    used: float
+    parts: int = 0
+    nbytes: int = 0
+
+    def about(self, pack: Pack) -> bool:
+        """Whether any record of it may be dropped."""
+        named = self.namespace is None or self.namespace == pack.namespace
+        return named and pack.number < self.number and time_of(pack.ident) < self.stored_s
+
+    def covers(self, pack: Pack, record: int) -> bool:
+        """Whether it is dropped."""
+        return pack.used[record] < self.used and self.about(pack)
+
+
 class Catalogue:
-    """Of all namespaces. parts: how many different ones."""
+    """Of all namespaces. parts: how many different ones, with those too that a drop is about and that are not
+    struck yet."""
 
     def __init__(self) -> None:
+        self._cuts: list[Cut] = []
         self.packs: dict[bytes, Pack] = {}
         self.nbytes = 0
         self.parts = 0
@@ -101,8 +128,9 @@ class Catalogue:
         if pack is None:
             return None
         self.nbytes -= pack.index.nbytes
-        for record in range(len(pack.index.keys)):
-            self._lose(pack, record)
+        if pack.live:
+            for record in range(len(pack.index.keys)):
+                self._lose(pack, record)
         del self._numbers[pack.number]
         return pack
 
@@ -128,6 +156,37 @@ class Catalogue:
                 self.forget(ident)
             elif record < len(pack.index.keys) and record not in pack.gone:
                 self.strike(Record(pack, record))
+
+    # -- drops ---------------------------------------------------------------------------------------
+
+    @property
+    def drops(self) -> int:
+        """Under way."""
+        return len(self._cuts)
+
+    def cut(self, namespace: bytes | None, stored_s: float, used: float) -> Cut:
+        """Its records (see Cut) are not found any more. Each must be struck, and then ``uncut`` called."""
+        cut = Cut(namespace, self._next, stored_s, used)
+        self._cuts.append(cut)
+        return cut
+
+    def strike_some(self, cut: Cut, pack: Pack, records: Iterable[int]) -> list[Removal]:
+        """Of these records of a pack those that the cut is about. Returns what is to be written down."""
+        if self.packs.get(pack.ident) is not pack:
+            return []  # it has gone meanwhile
+        found = [record for record in records if record not in pack.gone and cut.covers(pack, record)]
+        for record in found:
+            self.strike(Record(pack, record))
+        cut.parts += len(found)
+        cut.nbytes += sum(part_bytes(pack.index.keys[record]) for record in found)
+        if found and not pack.live:
+            self.apply([Removal(pack.ident, WHOLE_PACK)])
+            return [Removal(pack.ident, WHOLE_PACK)]
+        return [Removal(pack.ident, record) for record in found]
+
+    def uncut(self, cut: Cut) -> None:
+        """All of its records were struck."""
+        self._cuts.remove(cut)
 
     def settle(self, listed: Iterable[bytes]) -> None:
         """Packs that two listings in a row do not show will not come: what was removed of them is not kept.
@@ -162,7 +221,9 @@ class Catalogue:
         """All copies, the newest first."""
         found = self._places.get(ref.key.namespace, {}).get(key_of(ref), ())
         for place in (found,) if isinstance(found, int) else found:
-            yield Record(self._numbers[place >> _RECORD_BITS], place & (1 << _RECORD_BITS) - 1)
+            record = Record(self._numbers[place >> _RECORD_BITS], place & (1 << _RECORD_BITS) - 1)
+            if not any(cut.covers(*record) for cut in self._cuts):
+                yield record
 
     def first(self) -> Pack | None:
         """The oldest pack."""
@@ -174,20 +235,9 @@ class Catalogue:
         """By age."""
         return sorted(self.packs.values(), key=lambda pack: pack.ident)
 
-    def of_namespace(self, namespace: bytes | None) -> list[Pack]:
-        """All its packs; None: of all namespaces."""
-        return [pack for pack in self.packs.values() if namespace in (None, pack.namespace)]
-
-    def unused_since(self, pack: Pack, stored_s: float, used: float) -> list[int]:
-        """Its records stored before the one (the store's clock) and last used before the other."""
-        if time_of(pack.ident) >= stored_s:
-            return []
-        records = range(len(pack.index.keys))
-        return [record for record in records if record not in pack.gone and pack.used[record] < used]
-
-    def live_bytes(self, pack: Pack, records: Iterable[int]) -> int:
-        """Of parts."""
-        return sum(part_bytes(pack.index.keys[record]) for record in records)
+    def packs_of(self, cut: Cut) -> list[Pack]:
+        """Those it may be about."""
+        return [pack for pack in self.packs.values() if cut.about(pack)]
 
     # -- one part's places ---------------------------------------------------------------------------
 

@@ -6,11 +6,12 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from kvferry.tiers.contract import Dropped, Outcome
 from kvferry.tiers.objects.books import BREAKER_OPEN, Books, call, log
 from kvferry.tiers.objects.bucket import Bucket, BucketError, Listed
-from kvferry.tiers.objects.catalogue import Pack
+from kvferry.tiers.objects.catalogue import Cut, Pack
 from kvferry.tiers.objects.engine import Engine
 from kvferry.tiers.objects.following import READ_S, Follower
 from kvferry.tiers.objects.format import WHOLE_PACK, Removal
@@ -20,6 +21,12 @@ from kvferry.tiers.objects.names import Kind, Name, new_id, prefix_of, read_name
 from kvferry.tiers.objects.removals import Notice, Removals
 
 LIST_S = 60.0
+MAX_DROPS = 64
+"""Under way at a time: each is asked about every part that is looked for. No more are begun."""
+RECORDS_AT_ONCE = 256
+"""So many a drop looks at before anybody else has the lock: less than a millisecond."""
+STRIKE_REST_S = 0.001
+"""Between two looks, so that others have it."""
 TRIAL_S = 3600.0
 """What a start that was cut off left behind is deleted after so long."""
 
@@ -56,25 +63,18 @@ class Upkeep:
     def drop(
         self, namespace: bytes | None, older_than_s: float | None, done: Callable[[Dropped], None]
     ) -> None:
-        """See the contract. What is in the bucket and not known here yet goes too."""
+        """See the contract. What is in the bucket and not known here yet goes too. Its records are struck on
+        the engine's thread, some at a time: nobody waits for it, however many they are."""
         older_s = -math.inf if older_than_s is None else older_than_s
         stored_s, used = self.clock.now() - older_s, time.monotonic() - older_s
         catalogue = self._books.catalogue
-        parts = nbytes = 0
-        removals: dict[bytes, list[Removal]] = defaultdict(list)
-        for pack in catalogue.of_namespace(namespace):
-            records = catalogue.unused_since(pack, stored_s, used)
-            parts += len(records)
-            nbytes += catalogue.live_bytes(pack, records)
-            if len(records) == pack.live and time_of(pack.ident) < stored_s:
-                removals[pack.namespace].append(Removal(pack.ident, WHOLE_PACK))
-            else:
-                removals[pack.namespace] += [Removal(pack.ident, record) for record in records]
-        for of_namespace in removals.values():
-            catalogue.apply(of_namespace)
-        notice = Notice(lambda outcome: done(Dropped(parts, nbytes, outcome)))
+        if catalogue.drops >= MAX_DROPS:
+            self._engine.call(call, partial(done, Dropped(0, 0, Outcome.REFUSED)))
+            return
+        cut = catalogue.cut(namespace, stored_s, used)
+        notice = Notice(lambda outcome: done(Dropped(cut.parts, cut.nbytes, outcome)))
         self._removals.watch(notice)
-        self._engine.call(lambda: self._engine.spawn(self._drop(namespace, stored_s, removals, notice)))
+        self._engine.call(lambda: self._engine.spawn(self._drop(cut, notice)))
 
     def close(self) -> None:
         """Once the engine is."""
@@ -172,27 +172,23 @@ class Upkeep:
         """Beyond age and size the oldest packs go. They are not found any more before they are deleted."""
         books, settings = self._books, self._books.settings
         going: list[Pack] = []
-        with books.lock:
-            horizon = self.clock.now() - settings.max_age_s if settings.max_age_s is not None else 0.0
-            while (pack := books.catalogue.first()) is not None:
+        horizon = self.clock.now() - settings.max_age_s if settings.max_age_s is not None else 0.0
+        while True:
+            with books.lock:  # for each: they may be many after a change of the limits
+                pack = books.catalogue.first()
                 too_much = settings.max_bytes is not None and books.catalogue.nbytes > settings.max_bytes
-                if not too_much and time_of(pack.ident) >= horizon:
+                if pack is None or (not too_much and time_of(pack.ident) >= horizon):
                     break
                 books.catalogue.apply([Removal(pack.ident, WHOLE_PACK)])
-                going.append(pack)
-            books.counts.deleted_packs += len(going)
+                books.counts.deleted_packs += 1
+            going.append(pack)
         await self._removals.delete([Name(Kind.PACK, pack.namespace, pack.ident).path for pack in going])
 
-    async def _drop(
-        self,
-        namespace: bytes | None,
-        stored_s: float,
-        removals: dict[bytes, list[Removal]],
-        notice: Notice,
-    ) -> None:
+    async def _drop(self, cut: Cut, notice: Notice) -> None:
+        removals = await self._strike(cut)
         listed: Mapping[Name, Listed] = {}
         try:
-            listed = await self._list(namespace)
+            listed = await self._list(cut.namespace)
         except BucketError:
             notice.end(Outcome.FAILED)
         except Exception as error:  # noqa: BLE001 - counted and told by the books
@@ -202,12 +198,31 @@ class Upkeep:
             catalogue = self._books.catalogue
             for name in listed:
                 unknown = name.ident not in catalogue.packs and not catalogue.is_dead(name.ident)
-                if name.kind is Kind.PACK and unknown and time_of(name.ident) < stored_s:
+                if name.kind is Kind.PACK and unknown and time_of(name.ident) < cut.stored_s:
                     removals[name.namespace].append(Removal(name.ident, WHOLE_PACK))
                     catalogue.apply(removals[name.namespace][-1:])
             for of_namespace, found in removals.items():
                 self._removals.write_down(of_namespace, found)
             self._removals.notify(notice)
+
+    async def _strike(self, cut: Cut) -> dict[bytes, list[Removal]]:
+        """All that it is about; what is to be written down, by namespace."""
+        catalogue = self._books.catalogue
+        removals: dict[bytes, list[Removal]] = defaultdict(list)
+        with self._books.lock:
+            packs = catalogue.packs_of(cut)
+        for pack in packs:
+            records, struck = range(len(pack.index.keys)), list[Removal]()
+            for start in records[::RECORDS_AT_ONCE]:
+                with self._books.lock:
+                    found = catalogue.strike_some(cut, pack, records[start : start + RECORDS_AT_ONCE])
+                whole = found[-1:] == [Removal(pack.ident, WHOLE_PACK)]
+                struck = found if whole else [*struck, *found]
+                await asyncio.sleep(STRIKE_REST_S)
+            removals[pack.namespace] += struck
+        with self._books.lock:
+            catalogue.uncut(cut)
+        return removals
 
     # -- manifests -----------------------------------------------------------------------------------
 
