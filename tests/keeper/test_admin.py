@@ -30,7 +30,7 @@ def test_keepers_of_one_name_are_all_asked(serve: Serve) -> None:
         fleet.drop_ended()
         fleet.tiers()  # what was sent before was read before
     assert said == {
-        "k": Dropped(3, 3000),
+        f"k at {addresses[0]}": Dropped(3, 3000),
         f"k at {addresses[1]}": Dropped(3, 3000),
         f"k at {addresses[2]}": Dropped(3, 3000),
     }

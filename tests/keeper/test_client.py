@@ -1,5 +1,6 @@
 """A node's side: every question is answered once and in time, whatever its keepers do."""
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -47,6 +48,39 @@ def test_a_question_is_shared_by_keepers_and_answered_as_one(
     totals = keepers.statistics().keepers
     assert sum(each.located_parts for each in totals) == 120
     assert sum(each.staged_parts for each in totals) == 50
+
+
+def test_namesakes_are_told_apart_by_address_and_told_of_once(
+    serve: Serve, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the order in which a node has them, and whether all of them are up."""
+    keepings = [FakeKeeping() for _ in range(3)]
+    names = ("twin", "twin", "other")
+    servers = [serve(one, Admission(name=name)) for one, name in zip(keepings, names, strict=True)]
+    addresses = [server.address for server in servers]
+
+    def shares(*order: int) -> list[set[bytes]]:
+        for keeping in keepings:
+            keeping.stages.clear()
+        staged(connect([addresses[at] for at in order]))
+        return [{ref.key.chunk for one in keeping.stages for ref in one.refs} for keeping in keepings]
+
+    with caplog.at_level(logging.WARNING, "kvferry.keepers"):
+        first = shares(0, 1, 2)
+        assert all(first)
+        assert sum(map(len, first)) == 60
+        assert shares(2, 1, 0) == first
+    told = [message for message in caplog.messages if "2 keepers are called 'twin'" in message]
+    assert len(told) == 2, "once by each of the two nodes"
+    assert all(str(address) in told[0] for address in addresses[:2])
+    keepers = connect(addresses)
+    servers[0].close()
+    eventually(lambda: keepers.statistics().up == 2, "one is gone")
+    for keeping in keepings:
+        keeping.stages.clear()
+    staged(keepers)
+    left = {ref.key.chunk for one in keepings[2].stages for ref in one.refs}
+    assert first[2] <= left, "only the share of the one that is gone has moved"
 
 
 def test_parts_of_several_namespaces_are_answered_as_one(serve: Serve, connect: Connect) -> None:

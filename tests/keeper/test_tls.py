@@ -12,7 +12,7 @@ from tests.keeper.fleet import Answers, FakeKeeping, some_refs
 from tests.keeper.raw import RawPeer
 from tests.tiers.authority import Authority, Issued
 
-from kvferry.errors import MisconfiguredError
+from kvferry.errors import KvferryError, MisconfiguredError
 from kvferry.keeper import server
 from kvferry.keeper.access import KeeperAccess
 from kvferry.keeper.admin import KeeperAdmin
@@ -136,9 +136,43 @@ def test_nothing_falls_back_to_a_plain_connection(
 ) -> None:
     server = serve(keeping, fleet.admission())
     keepers = connect([server.address], up=0)
-    eventually(lambda: "does it want TLS" in status(keepers).error, "known why")
+    eventually(lambda: "this keeper talks TLS, and what came was plain" in status(keepers).error, "known why")
+    assert "give keeper_tls_ca" in status(keepers).error
     eventually(lambda: server.statistics().refused.get("tls"), "counted")
     connect([server.address], access=fleet.access())
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("plain to TLS", "talks TLS, and what came was plain: give keeper_tls_ca"),
+        ("TLS to plain", "speaks no TLS there: start the keeper with --tls-cert, or leave keeper_tls_ca out"),
+        ("another authority", "is not of an authority that keeper_tls_ca holds; give it the file"),
+        (
+            "an authority of the same name",
+            "is not of an authority that keeper_tls_ca holds; give it the file",
+        ),
+        ("no certificate", "wants a certificate: give keeper_tls_cert and keeper_tls_key"),
+    ],
+)
+def test_a_command_says_which_end_lacks_what(
+    fleet: Fleet, serve: Serve, tmp_path: Path, case: str, words: str
+) -> None:
+    admission, access = {
+        "plain to TLS": lambda: (fleet.admission(), KeeperAccess()),
+        "TLS to plain": lambda: (Admission(name="k"), fleet.access()),
+        "another authority": lambda: (
+            fleet.admission(),
+            fleet.access(ca=Authority(tmp_path, "another").ca),
+        ),
+        "an authority of the same name": lambda: (fleet.admission(), fleet.access(ca=Authority(tmp_path).ca)),
+        "no certificate": lambda: (fleet.admission(mutual=True), fleet.access()),
+    }[case]()
+    address = serve(FakeKeeping(), admission).address
+    with pytest.raises(KvferryError) as refused, KeeperAdmin(address, access=access) as asked:
+        asked.status()
+    assert f"keeper {address}: " in str(refused.value)
+    assert words in str(refused.value)
 
 
 def test_a_handshake_that_never_ends_has_no_more_time_than_a_hello(

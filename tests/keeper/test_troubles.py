@@ -39,7 +39,7 @@ class Clock:
         (tier("objects", "down", warning="nobody listens"), "unreachable", "nobody listens"),
         (tier("objects", "degraded", warning="no room"), "degraded", "no room"),
         (tier("disk", "down", warning="read-only"), "failing", "read-only"),
-        (tier("disk", "degraded", warning="full"), "degraded", "full"),
+        (tier("objects", "degraded", warning="full"), "degraded", "full"),
         (tier("valkey", "down", breaker_open="h:1: lost", warning="advice"), "unreachable", "h:1: lost"),
         (tier("valkey", "up", denied="h:1: NOPERM get"), "denied", f"h:1: NOPERM get; {ADVICE}"),
     ],
@@ -63,7 +63,7 @@ def test_a_scan_that_is_not_permitted_is_a_trouble_of_valkey() -> None:
 def test_what_comes_and_goes_is_told_and_counted_once(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     seen = Troubles(clock)
-    full, well = keeper(tier("disk", "degraded", warning="full")), keeper(tier("disk", "up"))
+    full, well = keeper(tier("objects", "degraded", warning="full")), keeper(tier("objects", "up"))
     with caplog.at_level(logging.INFO, "kvferry.keeper"):
         seen.look(full)
         for _ in range(5):
@@ -72,12 +72,15 @@ def test_what_comes_and_goes_is_told_and_counted_once(caplog: pytest.LogCaptureF
             clock.now += QUIET_S / 4
             (now,) = seen.look(full)
         assert now.seconds == 5 * 0.75 * QUIET_S
-        assert (caplog.messages, seen.episodes) == (["disk is degraded: full"], {"disk": {"degraded": 1}})
+        assert (caplog.messages, seen.episodes) == (
+            ["objects is degraded: full"],
+            {"objects": {"degraded": 1}},
+        )
         clock.now += QUIET_S + 1
         seen.look(well)
         seen.look(full)
-    assert caplog.messages[1:] == ["disk is not degraded any more", "disk is degraded: full"]
-    assert seen.episodes == {"disk": {"degraded": 2}}
+    assert caplog.messages[1:] == ["objects is not degraded any more", "objects is degraded: full"]
+    assert seen.episodes == {"objects": {"degraded": 2}}
 
 
 def test_what_a_tier_logs_itself_is_not_said_twice(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,7 @@ from kvferry.cli.keepers import keeper_flags
 from kvferry.cli.table import causes, clip, compact, count, duration, labelled, table
 from kvferry.config import client_keepers, format_size
 from kvferry.errors import KvferryError
+from kvferry.keeper.rendezvous import complaint, namesakes
 
 if TYPE_CHECKING:
     from kvferry.keeper.access import KeeperAccess
@@ -128,17 +129,21 @@ def main(args: argparse.Namespace) -> int:
     """Ask each of them and print. 1 where one does not answer."""
     addresses, access = client_keepers(keeper_flags(args))
     documents: list[dict[str, Any]] = []
+    names: list[tuple[str, str]] = []
     errors: list[str] = []
     for address in addresses:
         try:
             documents.append(_ask(address, access))
         except KvferryError as error:
             errors.append(str(error))
+        else:
+            names.append((str(documents[-1].get("name")), str(address)))
+    errors += [complaint(name, at) for name, at in namesakes(names).items()]
     if args.json:
         print(json.dumps({"keepers": documents, "errors": errors}, indent=2))
     else:
         texts = [rendered(render, document, version=str(document["version"])) for document in documents]
-        texts += [labelled("keeper", error) for error in errors]
+        texts += [labelled("keepers", error) for error in errors]
         print("\n\n".join(texts))
     return EXIT_FAILED if errors else 0
 

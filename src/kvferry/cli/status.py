@@ -20,6 +20,7 @@ from kvferry.cli.table import (
 )
 from kvferry.cli.unused import KEEPER_FLAGS, NODE_FLAGS, refuse
 from kvferry.config import format_size
+from kvferry.keeper.rendezvous import complaint, namesakes
 
 # Details of a tier that get a line of their own under the table; the others share one, these first.
 _LINES = ("warning", "breaker_open", "denied", "shards")
@@ -149,6 +150,10 @@ def _keepers(keepers: dict[str, Any] | None, counters: dict[str, Any]) -> list[s
     for keeper in [keeper for keeper in known if keeper["state"] != "up"][:_MAX_KEEPERS]:
         why = f": {keeper['error']}" if keeper["error"] else ""
         lines.append(labelled("", f"{keeper['address']} is {keeper['state']}{why}"))
+    lines += [
+        labelled("", complaint(name, addresses))
+        for name, addresses in namesakes([(keeper["name"], keeper["address"]) for keeper in known]).items()
+    ]
     untold = keepers["dropped_parts"] + sum(keeper["dropped_parts"] for keeper in known)
     failed = {
         "not told of": untold,

@@ -22,7 +22,8 @@ from kvferry.frames import FrameBuffer, refusal_text
 from kvferry.identity.names import PartRef
 from kvferry.keeper.access import KeeperAccess
 from kvferry.keeper.framing import decode_from_keeper, encode
-from kvferry.keeper.rendezvous import ranking
+from kvferry.keeper.rendezvous import ranking, told_apart
+from kvferry.keeper.tls import explained
 from kvferry.keeper.wire import (
     MAX_FRAME_BYTES,
     MAX_HELLO_BYTES,
@@ -203,7 +204,17 @@ class KeeperAdmin:
             self._sock.settimeout(max(0.001, give_up - time.monotonic()))
             self._sock.sendall(encode(message))
         except OSError as error:
-            raise ClosedError(f"keeper {self.address}: the connection is lost: {error}") from error
+            raise ClosedError(f"keeper {explained(self._last_word(error), self.address)}") from error
+
+    def _last_word(self, error: OSError) -> OSError:
+        """The keeper has hung up, and may have said why."""
+        try:
+            self._sock.recv(READ_BYTES)
+        except ssl.SSLError as said:
+            return said
+        except OSError:
+            pass
+        return error
 
     def _receive(self, give_up: float) -> FromKeeper:
         """The next message. Raises RetryError when none comes in time."""
@@ -214,7 +225,7 @@ class KeeperAdmin:
             except TimeoutError:
                 continue
             except OSError as error:
-                raise ClosedError(f"keeper {self.address}: the connection is lost: {error}") from error
+                raise ClosedError(f"keeper {explained(error, self.address)}") from error
             if not data:
                 raise ClosedError(f"keeper {self.address} closed the connection")
             self._payloads += self._frames.feed(data)
@@ -235,11 +246,8 @@ def _wrapped(sock: socket.socket, address: Address, access: KeeperAccess, give_u
         return sock
     try:
         return contexts().wrap_socket(sock, server_hostname=address.host)
-    except (ssl.SSLError, OSError) as error:
-        why = error.reason if isinstance(error, ssl.SSLError) else str(error)
-        raise ClosedError(
-            f"keeper {address}: no TLS with it ({why}); see its certificate and ours"
-        ) from error
+    except OSError as error:
+        raise ClosedError(f"keeper {explained(error, address)}") from error
 
 
 @dataclass(slots=True)
@@ -257,7 +265,7 @@ class Fleet:
     def __init__(self, addresses: Sequence[Address], *, access: KeeperAccess) -> None:
         """Raises the first keeper's error where none of them can be asked."""
         self.errors: list[str] = []
-        self._keepers: dict[str, KeeperAdmin] = {}
+        keepers: list[KeeperAdmin] = []
         self._open = ExitStack()
         errors: list[KvferryError] = []
         with ExitStack() as undo:
@@ -267,10 +275,11 @@ class Fleet:
                 except KvferryError as error:
                     errors.append(error)
                 else:
-                    taken = keeper.name in self._keepers
-                    self._keepers[f"{keeper.name} at {address}" if taken else keeper.name] = keeper
-            if not self._keepers:
+                    keepers.append(keeper)
+            if not keepers:
                 raise errors[0]
+            known = told_apart([(keeper.name, str(keeper.address)) for keeper in keepers])
+            self._keepers = dict(zip(known, keepers, strict=True))
             self._threads = undo.enter_context(ThreadPoolExecutor(len(self._keepers)))
             self._open = undo.pop_all()
         self.errors = [str(error) for error in errors]

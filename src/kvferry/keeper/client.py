@@ -1,5 +1,6 @@
 """A node's side of its keepers: what it tells them and asks of them, on one thread of its own."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from kvferry.identity.names import PartRef
 from kvferry.keeper.access import KeeperAccess
 from kvferry.keeper.peer import Peer
 from kvferry.keeper.questions import Asked, Calls, Locating, Question, Staging
-from kvferry.keeper.rendezvous import owner
+from kvferry.keeper.rendezvous import complaint, namesakes, owner, told_apart
 from kvferry.keeper.wire import (
     OUTCOMES,
     PROTOCOL,
@@ -42,6 +43,8 @@ MAX_UNTOLD_PARTS = 1 << 17
 """Told by other threads and not yet on its way: more is dropped."""
 MAX_WAIT_S = 600.0
 JOIN_S = 5.0
+
+log = logging.getLogger("kvferry.keepers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,7 @@ class Keepers:
             for address in dict.fromkeys(addresses)
         ]
         self._tallies = {peer: _Tally() for peer in self._peers}
+        self._namesakes: set[str] = set()  # that were told of
         self._asked: dict[int, Asked] = {}
         self._tickets = 0
         self._lock = threading.Lock()
@@ -270,6 +274,13 @@ class Keepers:
             case _:
                 self._tallies[peer].strange += 1
 
+    def greeted(self, peer: Peer) -> None:
+        """See ``peer.PeerListener``. Namesakes are told apart by their addresses, and told of once."""
+        found = namesakes([(peer.name, str(peer.address)) for peer in self._peers])
+        if peer.name in found and peer.name not in self._namesakes:
+            self._namesakes.add(peer.name)
+            log.warning("%s; meanwhile they are told apart by address", complaint(peer.name, found[peer.name]))
+
     def lost(self, peer: Peer) -> None:
         """See ``peer.PeerListener``."""
         for ticket, asked in list(self._asked.items()):
@@ -292,7 +303,8 @@ class Keepers:
 
     def _shares(self, refs: Sequence[PartRef], peers: Sequence[Peer]) -> dict[Peer, list[int]]:
         """Places in ``refs``, by the keeper whose they are."""
-        by_name = {_unique(peer, peers): peer for peer in peers}
+        known = told_apart([(peer.name, str(peer.address)) for peer in self._peers])
+        by_name = {name: peer for name, peer in zip(known, self._peers, strict=True) if peer in peers}
         names = list(by_name)
         owners: dict[bytes, Peer] = {}
         shares: dict[Peer, list[int]] = {}
@@ -409,12 +421,6 @@ class Keepers:
             for peer, places in self._shares(refs, peers).items():
                 for parts, some in Parts.split([refs[at] for at in places]):
                     peer.tell(made(parts, [places[at] for at in some]), len(parts))
-
-
-def _unique(peer: Peer, peers: Sequence[Peer]) -> str:
-    """Its name, unless another has the same."""
-    same = [other for other in peers if other.name == peer.name]
-    return peer.name if same[0] is peer else f"{peer.name} at {peer.address}"
 
 
 def _nothing() -> None:

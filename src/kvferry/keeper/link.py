@@ -13,14 +13,20 @@ import socket
 import ssl
 from typing import Protocol
 
+from kvferry import __version__
 from kvferry.errors import KvferryError
 from kvferry.frames import FrameBuffer
 from kvferry.keeper.framing import encode
-from kvferry.keeper.wire import MAX_FRAME_BYTES, MAX_HELLO_BYTES, Message
+from kvferry.keeper.tls import speaks_plainly
+from kvferry.keeper.wire import MAX_FRAME_BYTES, MAX_HELLO_BYTES, Message, Refusal
 from kvferry.loop import Loop
 
 MAX_UNSENT_BYTES = 16 << 20
 READ_BYTES = 1 << 14  # larger ones leave the allocator's heap in pieces that add up
+WANTS_TLS = (
+    "this keeper talks TLS, and what came was plain: give keeper_tls_ca, a file with the authority of the "
+    "keeper's certificate"
+)
 SEND_BYTES = 1 << 18
 """At a time: what TLS encrypts is not to keep the loop from others."""
 
@@ -166,11 +172,21 @@ class Link:
         except ssl.SSLWantWriteError:
             self._watch(selectors.EVENT_READ | selectors.EVENT_WRITE)
         except OSError as error:
+            if self._tls.server_side and speaks_plainly(error):
+                self._answer_plainly(self._tls)
             self._lose("tls", error)
         else:
             self._shaking = False
             self._owner.opened(self)
             self.flush()
+
+    def _answer_plainly(self, sock: ssl.SSLSocket) -> None:
+        """Who speaks no TLS can still read why it is turned away. What it sent is read first, or closing
+        would take the answer back."""
+        with contextlib.suppress(OSError):
+            socket.socket.recv(sock, MAX_HELLO_BYTES)
+        with contextlib.suppress(OSError):
+            socket.socket.send(sock, encode(Refusal(message=WANTS_TLS, version=__version__)))
 
     def _read(self) -> None:
         self._read_wants_write = False

@@ -68,6 +68,9 @@ class PeerListener(Protocol):
     def message(self, peer: "Peer", message: FromKeeper) -> None:
         """It said something."""
 
+    def greeted(self, peer: "Peer") -> None:
+        """It said its name."""
+
     def lost(self, peer: "Peer") -> None:
         """The connection is gone, and every question on it with it."""
 
@@ -292,6 +295,7 @@ class Peer:
         self._stop_timers()
         self._proof = self._loop.at(self._greeted_at + GOOD_S, self._proven)
         self._timer = self._loop.at(self._greeted_at + IDLE_S, self._idle)
+        self._listener.greeted(self)
         while self._queue:
             told, parts = self._queue.popleft()
             self.queued_parts -= parts

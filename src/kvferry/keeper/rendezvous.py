@@ -5,6 +5,7 @@ others evenly; one that joins takes its share from all; nothing else moves. Ever
 names comes to the same result, with nobody to ask.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -28,3 +29,28 @@ def owner(chunk: bytes, names: Sequence[str]) -> str:
 def ranking(chunk: bytes, names: Sequence[str]) -> list[str]:
     """The owner first, then who has the chunk without it, and so on."""
     return sorted(names, key=lambda name: _weight(chunk, name), reverse=True)
+
+
+def told_apart(keepers: Sequence[tuple[str, str]]) -> list[str]:
+    """What to hash by, of names and addresses: the name, with its address where others have the same.
+
+    It does not depend on their order, nor on which of them are up.
+    """
+    count = Counter(name for name, _ in keepers)
+    return [name if count[name] == 1 else f"{name} at {address}" for name, address in keepers]
+
+
+def namesakes(keepers: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
+    """Addresses by name, of those names that more than one has."""
+    found: dict[str, list[str]] = {}
+    for name, address in keepers:
+        found.setdefault(name, []).append(address)
+    return {name: addresses for name, addresses in found.items() if len(addresses) > 1}
+
+
+def complaint(name: str, addresses: Sequence[str]) -> str:
+    """One line about namesakes."""
+    return (
+        f"{len(addresses)} keepers are called {name!r}: {', '.join(addresses)}; give each a --name of its "
+        "own, or name it once if it is one keeper"
+    )

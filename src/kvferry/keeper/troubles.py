@@ -23,7 +23,15 @@ JOIN_S = 10.0
 UNREACHABLE, FAILING, DEGRADED, DENIED = "unreachable", "failing", "degraded", "denied"
 ADVICE = "kvferry flags valkey --keeper prints the line that permits what a keeper needs"
 # They say so in the log themselves, with the address.
-_TELL_THEMSELVES = frozenset({("valkey", UNREACHABLE), ("valkey", DENIED), ("objects", UNREACHABLE)})
+_TELL_THEMSELVES = frozenset(
+    {
+        ("valkey", UNREACHABLE),
+        ("valkey", DENIED),
+        ("objects", UNREACHABLE),
+        ("disk", FAILING),
+        ("disk", DEGRADED),
+    }
+)
 
 log = logging.getLogger("kvferry.keeper")
 
