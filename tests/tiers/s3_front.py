@@ -1,6 +1,7 @@
 """A web server before an S3 server that answers some requests itself, as a store in trouble does."""
 
 import http.client
+import ssl
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,7 +27,7 @@ NO_ROOM = Answer(507, "QuotaExceeded")
 class Front:
     """answers: how a request ("PUT", path) ends; None: as the server says. asked: "PUT path", in order."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, tls: ssl.SSLContext | None = None) -> None:
         self.answers: Callable[[str, str], Answer | None] = lambda verb, path: None
         self.asked: list[str] = []
         front = self
@@ -67,6 +68,10 @@ class Front:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
