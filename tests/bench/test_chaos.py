@@ -91,7 +91,11 @@ def test_a_reservation_that_is_never_given_back_is_found() -> None:
 def test_a_node_that_hands_out_other_bytes_under_right_checksums_is_found(tmp_path: Path) -> None:
     shim = tmp_path / "node.py"
     shim.write_text(CROSSED_NODE)
-    outcome = run(Plan(kills=0, seed=22, settle_s=1.0, node_command=(sys.executable, str(shim), "node")))
+    outcome = run(
+        Plan(
+            kills=0, seed=22, warm_requests=20, settle_s=1.0, node_command=(sys.executable, str(shim), "node")
+        )
+    )
     assert outcome.tally.wrong > 0, told(outcome)
 
 

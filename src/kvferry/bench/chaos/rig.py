@@ -4,6 +4,7 @@ import contextlib
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from kvferry.client.stream import LoadStream
 from kvferry.client.worker import WorkerClient
 from kvferry.engines.vllm.messages import LoadResult, SaveResult
 from kvferry.engines.vllm.transfers import RESERVE_TIMEOUT_S, Loader, Saver
+from kvferry.node.wire import ReserveOutcome
 
 LOOKUP_WAIT_S = 0.05
 PAUSED_POLL_S = 0.01
@@ -93,7 +95,7 @@ class TimedStore:
     def __init__(self, engine: "Engine", worker: WorkerClient) -> None:
         self._engine = engine
         self.worker = worker
-        self._reservations = 0
+        self._reservations: Counter[int | None] = Counter()  # by connection
 
     def load(self, ticket: LoadTicket) -> LoadStream:
         """As the client does."""
@@ -102,17 +104,22 @@ class TimedStore:
     def reserve(
         self, prefix: Sequence[bytes], wanted: Sequence[bytes], *, part: int, timeout_s: float
     ) -> list[ReservedSlot]:
-        """Timed; a planted leak keeps the first of eight, so that there is room to store the rest."""
+        """Timed; a planted leak keeps one of eight, so that there is room to store the rest."""
         began = time.monotonic()
         slots = self.worker.reserve(prefix, wanted, part=part, timeout_s=timeout_s)
         outcomes = sorted({slot.outcome.value for slot in slots})
         self._engine.note(
             Kind.RESERVE, "+".join(outcomes), began, bound_s=RESERVE_TIMEOUT_S, chunks=len(wanted)
         )
-        self._reservations += 1
-        if "leak-reservation" in self._engine.settings.plant and self._reservations % LEAKED_EVERY == 1:
-            return []
-        return slots
+        return [] if "leak-reservation" in self._engine.settings.plant and self._leaks(slots) else slots
+
+    def _leaks(self, slots: Sequence[ReservedSlot]) -> bool:
+        """The first of each connection, which the node gives back with it, and every eighth after it."""
+        lost_with = [slot.connection for slot in slots if slot.outcome is ReserveOutcome.RESERVED]
+        if not lost_with:
+            return False
+        self._reservations[lost_with[0]] += 1
+        return self._reservations[lost_with[0]] % LEAKED_EVERY == 1
 
     def commit(self, part: int, filled: Sequence[tuple[bytes, tuple[bytes, ...]]]) -> bool:
         """As the client does."""
