@@ -55,7 +55,8 @@ class DropLife(RuleBasedStateMachine):
     )
     def add(self, parts: list[int], stored_s: float, *, odd: bool) -> None:
         refs = [_ref(2 * n + odd) for n in parts]
-        ident = new_id(stored_s)
+        self.now += 1
+        ident = new_id(stored_s)[:6] + int(self.now).to_bytes(10, "big")  # the same in each run
         index = PackIndex(ident, 1000, [*map(key_of, refs)], array("Q", range(len(refs))))
         assert self.catalogue.add(NAMESPACES[odd], index) is not None
         self.packs[ident] = dict(enumerate(refs))
