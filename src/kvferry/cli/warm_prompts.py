@@ -211,7 +211,8 @@ def _complaint(code: int, reason: str, content: bytes) -> str:
         answer = json.loads(content)
         inner = answer.get("error", answer) if isinstance(answer, dict) else None
         said = str(inner.get("message", "")) if isinstance(inner, dict) else str(inner or "")
-    return f"the engine refused it ({code}): {' '.join(said.split())[:MAX_SHOWN] or reason}"
+    hint = f"; its key goes into {KEY_VARIABLE}" if code in (401, 403) else ""
+    return f"the engine refused it ({code}): {' '.join(said.split())[:MAX_SHOWN] or reason}{hint}"
 
 
 def read(paths: Sequence[str]) -> Iterator[Prompt | tuple[str, str]]:
