@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 
+import pytest
 from tests.keeper.rig import EAGER, contents, fill, idle, prompt, stage
 
 from kvferry.keeper.buffers import Use
@@ -14,7 +15,6 @@ from kvferry.testing.tier_calls import DEADLINE_S, Results
 from kvferry.tiers.contract import FetchItem, FetchResult, Outcome
 
 SHARE = EAGER.shares(objects=True)[Use.STAGE]
-LARGE = SHARE // 5
 
 
 class _Nothing:
@@ -43,26 +43,29 @@ class _Hung(MemoryTier):
             super().fetch(items, deadline=time.monotonic() + DEADLINE_S, done=done)
 
 
-def test_reads_that_hang_and_that_nobody_waits_for_do_not_stop_stages_from_objects() -> None:
+@pytest.mark.parametrize("divisor", [5, 4, 3, 1])
+def test_reads_that_hang_and_that_nobody_waits_for_do_not_stop_stages_from_objects(divisor: int) -> None:
+    """Though they fill the share of stages."""
+    count = min(4, divisor)
     valkey, disk, objects = MemoryTier("valkey"), _Hung(), MemoryTier("objects")
     keeper = Keeper(valkey=valkey, disk=disk, objects=objects, limits=EAGER)
     try:
-        large, small = prompt("large", 4, nbytes=LARGE), prompt("small", 8)
+        large, small = prompt("large", count, nbytes=SHARE // divisor), prompt("small", 8)
         for ref in large:
             disk.parts[ref.key] = bytes(contents(ref))
         fill(objects, small)
-        late = Results(4)
+        late = Results(count)
         running = keeper.stage(large, deadline=time.monotonic() + DEADLINE_S, done=late.done)
-        eventually(lambda: keeper.statistics().stages.running == 4, "reading")
+        eventually(lambda: keeper.statistics().stages.running == count, "reading")
         assert SHARE - keeper.statistics().buffer_bytes < SHARE // REFILL_DIVISOR
         running.cancel()
-        assert late.wait() == [Outcome.LATE] * 4
+        assert late.wait() == [Outcome.LATE] * count
         assert stage(keeper, small) == [Outcome.OK] * 8
-        again = Results(4)
+        again = Results(count)
         running = keeper.stage(large, deadline=time.monotonic() + DEADLINE_S, done=again.done)
-        eventually(lambda: keeper.statistics().stages.joined_parts == 4, "joined")
+        eventually(lambda: keeper.statistics().stages.joined_parts == count, "joined")
         running.cancel()
-        assert again.wait() == [Outcome.LATE] * 4
+        assert again.wait() == [Outcome.LATE] * count
         disk.let_go()
         idle(keeper)
         assert keeper._stager._abandoned_bytes == 0

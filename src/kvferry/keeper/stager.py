@@ -144,8 +144,15 @@ class Stager:
             run = self._runs[stage]
             if not run.abandoned:
                 run.abandoned = True
-                self._abandoned_bytes += run.buffer.nbytes
+                self._set_aside(run)
             run.batch.leave(run)
+
+    def _set_aside(self, run: _Run) -> None:
+        """Its tier may hang. A disk that does is no place for copies, so their memory stands in for what it
+        holds; what has no room there is at least not waited for."""
+        if run.from_disk and any(self._buffers.move(run.buffer, use) for use in (Use.COPY, Use.FLUSH)):
+            return
+        self._abandoned_bytes += run.buffer.nbytes
 
     def forget(self, unwanted: Callable[[PartRef], bool]) -> None:
         """Those are being deleted: what is under way is not found in Valkey afterwards."""
@@ -277,7 +284,7 @@ class Stager:
 
     def _finish(self, run: _Run, outcome: Outcome) -> None:
         del self._runs[run.stage]
-        if run.abandoned:
+        if run.abandoned and run.buffer.use is Use.STAGE:
             self._abandoned_bytes -= run.buffer.nbytes
         if outcome is Outcome.OK:
             source = "disk" if run.from_disk else "objects"
