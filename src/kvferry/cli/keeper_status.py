@@ -60,6 +60,7 @@ def _tiers(keeper: dict[str, Any], troubles: list[dict[str, Any]]) -> str:
         [
             tier["name"],
             words.get(tier["name"], tier["state"]),
+            _holds(tier["detail"]),
             format_size(staged.get(tier["name"], 0)),
             format_size(tier["fetched_bytes"]),
             format_size(tier["stored_bytes"]),
@@ -67,7 +68,7 @@ def _tiers(keeper: dict[str, Any], troubles: list[dict[str, Any]]) -> str:
         ]
         for tier in keeper["tiers"]
     ]
-    lines = [table(["TIER", "STATE", "STAGED", "READ", "WRITTEN", "FAILURES"], rows)]
+    lines = [table(["TIER", "STATE", "HOLDS", "STAGED", "READ", "WRITTEN", "FAILURES"], rows)]
     lines += [
         labelled(
             one["tier"], f"{one['word']} since {one['since']} ({duration(one['seconds'])}): {one['reason']}"
@@ -80,6 +81,12 @@ def _tiers(keeper: dict[str, Any], troubles: list[dict[str, Any]]) -> str:
         if any(tier["failed"].values())
     ]
     return "\n".join(lines)
+
+
+def _holds(detail: dict[str, str]) -> str:
+    """Of a tier that knows it."""
+    parts = detail.get("parts", "")
+    return f"{compact(int(parts))} parts" if parts.isdecimal() else "-"
 
 
 def _copies(tier: str, line: dict[str, Any] | None) -> list[str]:
@@ -107,7 +114,8 @@ def _copies(tier: str, line: dict[str, Any] | None) -> list[str]:
 def _scan(scan: dict[str, Any] | None) -> list[str]:
     if scan is None:
         return []
-    text = f"{count(scan['passes'])} passes, {count(scan['found_parts'])} parts found that nobody told of"
+    passes = "1 pass" if scan["passes"] == 1 else f"{count(scan['passes'])} passes"
+    text = f"{passes}, {count(scan['found_parts'])} parts found that nobody told of"
     return [labelled("scan", text + (f"; {scan['error']}" if scan["error"] else ""))]
 
 
