@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvferry.costs import RateEstimate
-from kvferry.costs.rates import FIRST_PROBE_S, MAX_PROBE_S
+from kvferry.costs import Prospect, RateEstimate, TierRun, decide
+from kvferry.costs.decision import Limits
+from kvferry.costs.prefill import PrefillModel
+from kvferry.costs.rates import FIRST_PROBE_S, MAX_PROBE_S, MIN_SILENCE_S
 
 MIB = 1 << 20
 
@@ -133,3 +135,71 @@ def test_arbitrary_timings_never_give_a_negative_rate(seed: int) -> None:
         learnt = rate.rate(now)
         assert learnt.inflight_bytes == sum(ticket.nbytes for ticket in flying)
         assert learnt.latency_s >= 0 and (learnt.bytes_per_s is None or learnt.bytes_per_s > 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    known=st.booleans(),
+    chunks=st.integers(1, 64),
+    waited_s=st.floats(MIN_SILENCE_S, 60.0),
+    recompute_s=st.floats(0.01, 1e5),
+    outage_s=st.floats(0.0, 300.0),
+    asked_every_s=st.floats(0.3, 5.0),
+)
+def test_a_tier_that_lets_one_wait_in_silence_is_waited_for_by_trials_only_and_is_back_within_a_minute(
+    *, known: bool, chunks: int, waited_s: float, recompute_s: float, outage_s: float, asked_every_s: float
+) -> None:
+    """Whatever is known of it, and however much it would save."""
+    rate = RateEstimate()
+    now = move(rate, 0.0, parts=8, nbytes=MIB, bytes_per_s=500 * MIB) if known else 0.0
+    prospect = Prospect(128 * chunks, 0, 128, [TierRun("disk", chunks, MIB)])
+    prefill = PrefillModel(0.0, recompute_s / (128 * chunks), 0.0)
+    rate_before = rate.rate(now).bytes_per_s
+
+    def asked(*, works: bool) -> int:
+        """One request: how much it waits for."""
+        nonlocal now
+        found = decide(
+            prospect, prefill=prefill, rates={"disk": rate.rate(now)}, limits=Limits(cap_s=waited_s)
+        )
+        for _ in found.tries:
+            rate.probing(now)
+        if found.load_chunks:
+            ticket = rate.begin(found.load_chunks * MIB, now)
+            now += 0.001 if works else waited_s
+            (rate.end if works else rate.timed_out)(ticket, now)
+        now += asked_every_s
+        return found.load_chunks
+
+    assert known or asked(works=False) == chunks
+    rate.timed_out(rate.begin(MIB, now), now + waited_s)
+    now += waited_s
+    waits, until = 0, now + outage_s
+    while now < until:
+        loaded = asked(works=False)
+        assert loaded <= min(chunks, 4)
+        waits += loaded > 0
+    assert waits <= 7 + outage_s / MAX_PROBE_S, "1, 2, 4, ... 32 s, then one a minute"
+    healed = now
+    while not asked(works=True):
+        assert now <= healed + MAX_PROBE_S + asked_every_s
+    again = rate.rate(now).bytes_per_s
+    assert again is not None and (rate_before is None or again >= rate_before / 2)
+    assert rate.rate(now).inflight_bytes == 0
+
+
+def test_a_slow_tier_is_no_silent_one() -> None:
+    """Bytes of other transfers come, so that one that waits behind them tells of slowness at most."""
+    rate = RateEstimate()
+    now = move(rate, 0.0, parts=8, nbytes=MIB, bytes_per_s=100 * MIB)
+    before = rate.rate(now).seconds(MIB)
+    ticket = rate.begin(MIB, now)
+    other = rate.begin(MIB, now)
+    rate.end(other, now + 0.5)
+    rate.timed_out(ticket, now + 1.0)
+    after = rate.rate(now + 1.0).seconds(MIB)
+    assert before is not None and after is not None
+    assert before < after < 8 * before
+    hasty = rate.begin(MIB, now + 2.0)
+    rate.timed_out(hasty, now + 2.0 + MIN_SILENCE_S / 2)
+    assert rate.rate(now + 3.0).seconds(MIB) == after

@@ -12,6 +12,7 @@ from kvferry.identity.boundaries import start_of, usable_boundaries
 from kvferry.identity.names import PartKey
 from kvferry.node import loads, reach, saves, search
 from kvferry.node.fetches import FetchTable
+from kvferry.node.live import LiveLoad
 from kvferry.node.loading import Loads
 from kvferry.node.loads import LeftOver, Load
 from kvferry.node.lookups import Lookups
@@ -92,7 +93,7 @@ def forget_what_a_load_holds_when_it_ends(patch: pytest.MonkeyPatch) -> None:
 
 def tell_nobody_where_a_load_ends(patch: pytest.MonkeyPatch) -> None:
     """A worker waits for a part that will not come."""
-    patch.setattr(Loads, "_say_end", lambda self, live, part, listeners: None)
+    patch.setattr(LiveLoad, "say_end", lambda self, part, listeners: None)
 
 
 def count_a_failure_as_a_miss(patch: pytest.MonkeyPatch) -> None:

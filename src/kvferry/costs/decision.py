@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from kvferry.costs.lengths import Length, Lengths, Listed, Runs, TierRun
 from kvferry.costs.prefill import PrefillModel
-from kvferry.costs.rates import TierRate
+from kvferry.costs.rates import SILENT_S, TierRate
 
 DEADLINE_MULTIPLE = 1.5  # of the prefill that a load saves; time in the queue comes on top
 DEADLINE_FLOOR_S = 0.25
@@ -160,6 +160,8 @@ def _decision(
     limits: Limits,
 ) -> Decision:
     load_s = prospect.possible.seconds(chunks, rates)
+    if load_s is not None and load_s >= SILENT_S:
+        load_s = None
     recompute_s = None
     deadline_s = limits.cap_s
     if prefill is not None:

@@ -15,6 +15,8 @@ MAX_SLOWDOWN_PER_SAMPLE = 8.0  # one stuck transfer is not a slow tier
 SMALL_BYTES = 256 << 10  # transfers below it tell little about bandwidth
 FIRST_PROBE_S = 1.0
 MAX_PROBE_S = 60.0
+MIN_SILENCE_S = 0.25  # who waited less may have asked too late
+SILENT_S = 1e6  # what a silent tier is predicted to take: more than anybody waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,8 @@ class RateEstimate:
         self._inflight_bytes = 0
         self._learnt_s: float | None = None
         self._probe_s = FIRST_PROBE_S
+        self._moved_s = -math.inf  # when bytes came last
+        self._silent = False
 
     def begin(self, nbytes: int, now: float) -> TransferTicket:
         """A transfer of ``nbytes`` bytes starts."""
@@ -65,8 +69,34 @@ class RateEstimate:
         return ticket
 
     def end(self, ticket: TransferTicket, now: float) -> None:
-        """It ended with its bytes moved, or was cut off by its deadline (it would have taken longer)."""
+        """It ended with its bytes moved."""
+        self.moved(now)
         self._inflight_bytes -= ticket.nbytes
+        self._took(ticket, now)
+
+    def moved(self, now: float) -> None:
+        """Some bytes of some transfer came: whatever else is late, the tier is not silent."""
+        self._moved_s = now
+        if self._silent:
+            self._silent = False
+            self._probe_s = FIRST_PROBE_S
+
+    def timed_out(self, ticket: TransferTicket, now: float) -> None:
+        """It was given up before its bytes had moved, which would have taken longer.
+
+        Where nothing moved at all meanwhile, the tier is silent: slower than any wait, but for trials.
+        """
+        self._inflight_bytes -= ticket.nbytes
+        waited_s = now - ticket.started_s
+        expected = self._expected_s(ticket.ahead_bytes + ticket.nbytes)
+        if self._moved_s > ticket.started_s:
+            if expected is None or waited_s > expected:
+                self._took(ticket, now)
+        elif waited_s >= MIN_SILENCE_S and ticket.nbytes > 0:
+            self._silent = True
+            self._learnt_s = now
+
+    def _took(self, ticket: TransferTicket, now: float) -> None:
         seconds = now - ticket.started_s
         total = ticket.ahead_bytes + ticket.nbytes
         if ticket.nbytes <= 0 or seconds <= 0:
@@ -94,9 +124,10 @@ class RateEstimate:
         """The current estimate."""
         latency_s, per_byte_s = self._line()
         known = self._w > 0 and per_byte_s > 0
+        bytes_per_s = 1 / per_byte_s if known else None
         return TierRate(
-            bytes_per_s=1 / per_byte_s if known else None,
-            latency_s=latency_s if known else 0.0,
+            bytes_per_s=bytes_per_s if bytes_per_s or not self._silent else 1.0,
+            latency_s=SILENT_S if self._silent else latency_s if known else 0.0,
             inflight_bytes=self._inflight_bytes,
             probe_due=self._learnt_s is not None and now - self._learnt_s >= self._probe_s,
         )

@@ -14,11 +14,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from kvferry.costs.rates import MIN_SILENCE_S
 from kvferry.loop import Timer
 from kvferry.node.counters import Counters
 from kvferry.node.keepers import Keepers
 from kvferry.node.state import NodeState
 from kvferry.node.wire import Tier as Place
+from kvferry.tiers.breaker import SILENCE
 from kvferry.tiers.contract import FetchItem, FetchResult, Outcome, Tier, Transfer
 
 MAX_STAGES = 2
@@ -51,6 +53,7 @@ class DeepFetch:
     ) -> None:
         self._loop = state.loop
         self._counters: Counters = state.counters
+        self._detours = state.detours
         self._items = items
         self._keepers = keepers
         self._tier = tier
@@ -61,6 +64,7 @@ class DeepFetch:
         self._staging: dict[int, int] = {}  # by item, which stage of it is waited for
         self._stages = [0] * len(items)  # begun, by item
         self._lost: set[int] = set()  # of those in ``_staging``
+        self._lost_at = 0.0
         self._reports: deque[tuple[int, int, Outcome]] = deque()
         self._misses: deque[int] = deque()
         self._called = False  # whether ``_take_reports`` is on its way
@@ -109,7 +113,9 @@ class DeepFetch:
             if self._staging.get(index) != stage:
                 continue  # given up, or said twice
             del self._staging[index]
-            self._lost.discard(index)
+            if index in self._lost:
+                self._lost.remove(index)
+                self._detours.succeeded()  # they answer, whatever it is
             if outcome is Outcome.OK:
                 staged.append(index)
             else:
@@ -121,15 +127,25 @@ class DeepFetch:
         missed: list[int] = []
         while self._misses:
             missed.append(self._misses.popleft())
-        if self._over or self._loop.clock() >= self._deadline:
+        if missed and not self._may_stage():
             for index in missed:
                 self._done(index, FetchResult(Outcome.MISS, ()))
         elif missed:
+            self._lost_at = self._loop.clock()
             self._lost.update(missed)
             self._stage(sorted(missed))
             self._say_lost()
         if not self._staging:
             self._stop_timers()
+
+    def _may_stage(self) -> bool:
+        """What is lost: not too late, nor in vain lately, but for a trial."""
+        now, detours = self._loop.clock(), self._detours
+        if self._over or now >= self._deadline or (detours.is_open and not detours.probe_due(now)):
+            return False
+        if detours.is_open:
+            detours.probe_failed(now)  # unless it turns out otherwise
+        return True
 
     def _fetch(self, wanted: Sequence[int]) -> None:
         items = [self._items[index] for index in wanted]
@@ -168,6 +184,9 @@ class DeepFetch:
         self._give_up()
 
     def _give_up(self) -> None:
+        now = self._loop.clock()
+        if self._lost and now >= self._deadline and now >= self._lost_at + MIN_SILENCE_S:
+            self._detours.failed(SILENCE, now)
         self._over = True
         self._stop_timers()
         for stage in self._staged:

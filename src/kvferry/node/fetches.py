@@ -12,6 +12,9 @@ from kvferry.errors import BrokenError
 from kvferry.identity.names import PartKey
 from kvferry.node.loads import At
 
+HANGS_S = 1.0
+"""A cancelled fetch ends sooner, unless what it was asked of hangs."""
+
 
 class Waiter(NamedTuple):
     """A part of a load that waits for a fetch."""
@@ -29,7 +32,9 @@ class Batch:
     unfinished: int = 0
     deadline: float = 0.0  # monotonic
     cancelled: bool = False
+    cancelled_at: float = 0.0
     measured: bool = True  # every part so far says something about the tier's speed
+    late: bool = False  # some part was given up because it took too long
 
     def ends_before(self, deadline: float) -> bool:
         """Whether a part of it that is LATE need not be late for someone with this deadline."""
@@ -60,6 +65,11 @@ class FetchTable:
     def known(self, key: PartKey) -> bool:
         """Is there a fetch of this part whose ``done`` has not been called? It may be cancelled."""
         return key in self._fetches
+
+    def hangs(self, key: PartKey, now: float) -> bool:
+        """Whether it was cancelled so long ago that nobody should wait for its end."""
+        fetch = self._fetches.get(key)
+        return fetch is not None and fetch.batch.cancelled and now > fetch.batch.cancelled_at + HANGS_S
 
     def waiters(self, key: PartKey) -> Sequence[Waiter]:
         """Who waits for it."""

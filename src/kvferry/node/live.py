@@ -1,6 +1,6 @@
 """What the driver keeps for a load and for a batch of fetches while they run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from kvferry.node.framing import join_checksums
 from kvferry.node.loads import At, Load
 from kvferry.node.server import Connection
 from kvferry.node.state import Namespace
-from kvferry.node.wire import Place, Reason, Tier
+from kvferry.node.wire import MAX_BATCH, LoadEnded, PartsReady, Place, Reason, Tier
 from kvferry.pool.entries import Owner, Slot
 from kvferry.tiers.contract import Outcome, Transfer
 
@@ -26,11 +26,11 @@ REASONS = {
 
 
 class RunningBatch(NamedTuple):
-    """A batch, all of which lies in one tier. timing: for the estimate of that tier's speed."""
+    """A batch, all of which lies in one tier. timing: until the estimate of that tier's speed has it."""
 
     tier: Tier
     transfer: Transfer
-    timing: TransferTicket
+    timing: TransferTicket | None
 
 
 @dataclass(slots=True, eq=False)
@@ -72,3 +72,24 @@ class LiveLoad:
             offset=slot.offset,
             checksums=join_checksums(slot.checksums),
         )
+
+    def say(self, listeners: Sequence[Connection], places: Sequence[Place]) -> None:
+        """These are ready."""
+        for at in range(0, len(places), MAX_BATCH):
+            message = PartsReady(load_id=self.load_id, places=tuple(places[at : at + MAX_BATCH]))
+            for connection in listeners:
+                connection.send(message)
+
+    def say_that_it_comes(self) -> None:
+        """To all who listen: nothing has stalled."""
+        for connection in dict.fromkeys(one for each in self.listeners.values() for one in each):
+            connection.send(PartsReady(load_id=self.load_id, places=()))
+
+    def say_end(self, part: int, listeners: Sequence[Connection]) -> None:
+        """Where it was cut, if it was."""
+        end, reason = self.load.end, self.load.reason
+        if end < len(self.load.chunks):
+            chunk = self.first_chunk + end
+            message = LoadEnded(load_id=self.load_id, part=part, chunk=chunk, reason=reason)
+            for connection in listeners:
+                connection.send(message)

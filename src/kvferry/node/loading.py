@@ -13,7 +13,7 @@ from kvferry.node.live import REASONS, LiveLoad, RunningBatch
 from kvferry.node.loads import At, LeftOver, Load, PartState
 from kvferry.node.server import Connection
 from kvferry.node.state import FETCHER, Namespace, NodeState
-from kvferry.node.wire import MAX_BATCH, LoadEnded, PartsReady, Place, Reason, Tier
+from kvferry.node.wire import MAX_BATCH, LoadEnded, Place, Reason, Tier
 from kvferry.pool.entries import Declined, DeclineReason, Owner, Slot
 from kvferry.tiers.contract import FetchItem, FetchResult, Outcome, Transfer
 
@@ -117,8 +117,8 @@ class Loads:
         listeners = live.listeners.setdefault(part, [])
         if connection not in listeners:
             listeners.append(connection)
-        self._say(live, [connection], [live.ready[at] for at in sorted(live.ready) if at.part == part])
-        self._say_end(live, part, [connection])
+        live.say([connection], [live.ready[at] for at in sorted(live.ready) if at.part == part])
+        live.say_end(part, [connection])
 
     def copied(self, load_id: int, part: int, chunks: Sequence[int]) -> None:
         """A worker has copied and verified these. Late messages about a load that is over are normal."""
@@ -222,6 +222,9 @@ class Loads:
                 live.load.found(at)
                 self._arrived(live, at, slot)
                 continue
+            if self._fetches.hangs(key, state.loop.clock()):
+                self._fail(live, at.position, Reason.STALLED)
+                break
             if self._fetches.known(key):
                 live.load.fetching(at)
                 self._fetches.join(key, Waiter(live.load_id, at))
@@ -293,16 +296,15 @@ class Loads:
         waiting = {waiter.load_id for key in keys for waiter in self._fetches.waiters(key)}
         for live in [self._loads[load_id] for load_id in waiting if load_id in self._loads]:
             live.progress = self._state.loop.clock()
-            listeners = dict.fromkeys(one for each in live.listeners.values() for one in each)
-            for connection in listeners:
-                connection.send(PartsReady(load_id=live.load_id, places=()))
+            live.say_that_it_comes()
 
     def _fetched(self, key: PartKey, result: FetchResult) -> None:
         """The tier is done with one part: its slot is nobody's but ours again."""
         state = self._state
         waiters, batch = self._fetches.finish(key)
         batch.measured &= result.outcome in (Outcome.OK, Outcome.LATE) and not batch.cancelled
-        tier = self._transfers[batch.number].tier
+        batch.late |= result.outcome is Outcome.LATE
+        tier, now = self._transfers[batch.number].tier, state.loop.clock()
         if batch.unfinished == 0:
             self._learn(batch, self._transfers.pop(batch.number))
         self._room_changed = True
@@ -312,6 +314,7 @@ class Loads:
         if counted:
             state.counters.failed[reason.value] += 1
         if result.outcome is Outcome.OK:
+            state.rate(tier).moved(now)
             state.counters.fetched_parts += 1
             state.counters.fetched_bytes[tier.name.lower()] += state.part_bytes(key)
             state.catalogue.commit(key, FETCHER, result.checksums)
@@ -319,7 +322,6 @@ class Loads:
             state.catalogue.abandon(key, FETCHER)
             if result.outcome is Outcome.CORRUPT and state.keepers is not None:
                 state.keepers.remove([PartRef(key, state.part_bytes(key))])  # the tier has done so
-        now = state.loop.clock()
         for waiter in waiters:
             live = self._loads.get(waiter.load_id)
             if live is None or live.load.state(waiter.at) is not PartState.FETCHING:
@@ -340,12 +342,16 @@ class Loads:
                 self._fail(live, waiter.at.position, reason)
 
     def _learn(self, batch: Batch, ended: RunningBatch) -> None:
-        """A whole batch is done: what it says about its tier's speed."""
-        rate = self._state.rate(ended.tier)
-        if batch.measured:
-            rate.end(ended.timing, self._state.loop.clock())
-        else:
+        """A whole batch is done, or given up: what it says about its tier's speed, once."""
+        rate, now = self._state.rate(ended.tier), self._state.loop.clock()
+        if ended.timing is None:
+            return
+        if not batch.measured:
             rate.forget(ended.timing)
+        elif batch.late:
+            rate.timed_out(ended.timing, now)
+        else:
+            rate.end(ended.timing, now)
 
     def _remove(self, ref: PartRef) -> None:
         """Its bytes are wrong somewhere: away with it everywhere behind memory."""
@@ -372,18 +378,27 @@ class Loads:
         self._cut(live, position, reason)
 
     def _cut(self, live: LiveLoad, position: int, reason: Reason) -> None:
-        self._give_back(live, live.load.cut(position, reason))
+        overdue = reason in (Reason.DEADLINE, Reason.STALLED)
+        self._give_back(live, live.load.cut(position, reason), overdue=overdue)
         self._talking[live] = None
 
-    def _give_back(self, live: LiveLoad, left: LeftOver) -> None:
+    def _give_back(self, live: LiveLoad, left: LeftOver, *, overdue: bool = False) -> None:
+        """overdue: what has not come took too long."""
         for at in left.ready:
             live.ready.pop(at, None)
             self._state.pins.unpin(live.key(at), live.owner)
         for at in left.fetching:
             self._state.pins.forget(live.key(at), live.owner)
             batch = self._fetches.leave(live.key(at), Waiter(live.load_id, at))
-            if batch is not None and batch.number in self._transfers:
-                self._transfers[batch.number].transfer.cancel()
+            running = None if batch is None else self._transfers.get(batch.number)
+            if batch is None or running is None:
+                continue
+            batch.cancelled_at = self._state.loop.clock()
+            if overdue:  # a tier that hangs may never end it
+                batch.late = True
+                self._learn(batch, running)
+                self._transfers[batch.number] = running._replace(timing=None)
+            running.transfer.cancel()
         self._room_changed = True
 
     def _tell(self, live: LiveLoad) -> None:
@@ -392,24 +407,10 @@ class Loads:
         for part, listeners in list(live.listeners.items()):
             end = live.load.end
             places = [p for p in unsent.get(part, ()) if p.chunk - live.first_chunk < end]
-            self._say(live, listeners, places)
+            live.say(listeners, places)
             if live.told_end.get(part) != end:
                 live.told_end[part] = end
-                self._say_end(live, part, listeners)
-
-    def _say(self, live: LiveLoad, listeners: Sequence[Connection], places: Sequence[Place]) -> None:
-        for at in range(0, len(places), MAX_BATCH):
-            message = PartsReady(load_id=live.load_id, places=tuple(places[at : at + MAX_BATCH]))
-            for connection in listeners:
-                connection.send(message)
-
-    def _say_end(self, live: LiveLoad, part: int, listeners: Sequence[Connection]) -> None:
-        """Where the load was cut, if it was."""
-        end, reason = live.load.end, live.load.reason
-        if end < len(live.load.chunks):
-            message = LoadEnded(load_id=live.load_id, part=part, chunk=live.first_chunk + end, reason=reason)
-            for connection in listeners:
-                connection.send(message)
+                live.say_end(part, listeners)
 
     def _watch(self, live: LiveLoad) -> None:
         """One timer per load: the stall timeout while fetching, the deadline, then the lease."""

@@ -19,6 +19,7 @@ from kvferry.node.quota import QuotaTier
 from kvferry.pool.arena import Arena
 from kvferry.pool.catalogue import Catalogue
 from kvferry.pool.entries import Owner
+from kvferry.tiers.breaker import Breaker
 from kvferry.tiers.contract import Tier
 
 FETCHER: Owner = 1  # fills slots from the tier
@@ -105,7 +106,7 @@ class Limits:
 
 @dataclass(slots=True)
 class NodeState:
-    """Used on the loop's thread only."""
+    """Used on the loop's thread only. detours: whether keepers bring what the tier has lost."""
 
     loop: Loop
     arena: Arena
@@ -122,6 +123,7 @@ class NodeState:
     evictions: Evictions = field(default_factory=Evictions)
     fetch_rate: RateEstimate = field(default_factory=RateEstimate)  # of the tier
     deep_rates: dict[wire.Tier, RateEstimate] = field(default_factory=dict[wire.Tier, RateEstimate])
+    detours: Breaker = field(default_factory=lambda: Breaker(min_wait_s=1.0, max_wait_s=60.0))
     namespaces: dict[bytes, Namespace] = field(default_factory=dict[bytes, Namespace])
     owners: Iterator[Owner] = field(default_factory=lambda: itertools.count(FIRST_OWNER))
     pins: Pins = field(init=False)
