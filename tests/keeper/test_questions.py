@@ -6,10 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry.keeper.questions import Asked, Calls, Locating, Staging
-from kvferry.keeper.wire import Where
+from kvferry.keeper.wire import Parts, Where
 from kvferry.tiers.contract import Outcome
 
 OUTCOMES = st.sampled_from(list(Outcome))
+NONE = Parts(b"test" + b"n" * 12, b"", (), ())
 
 
 def _run(calls: Calls) -> None:
@@ -28,7 +29,7 @@ def shares(draw: st.DrawFn) -> list[list[int]]:
 def test_a_stage_is_answered_once_per_index(asked_of: list[list[int]], data: st.DataObject) -> None:
     told: list[tuple[int, Outcome]] = []
     question = Staging(sum(map(len, asked_of)), lambda index, outcome: told.append((index, outcome)))
-    asked = [Asked(None, question, places) for places in asked_of if places]
+    asked = [Asked(None, question, places, parts=NONE, at=0.0) for places in asked_of if places]
     wanted: dict[int, Outcome] = {}
     for _ in range(data.draw(st.integers(0, 30))):
         if not asked:

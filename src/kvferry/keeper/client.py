@@ -136,10 +136,8 @@ class Keepers:
             key_ids=b"".join(key_ids),
         )
         self._loop = Loop(after_turn=_nothing, clock=clock)
-        self._peers = [
-            Peer(address, loop=self._loop, hello=lambda: self._hello, tls=tls, listener=self)
-            for address in dict.fromkeys(addresses)
-        ]
+        made = partial(Peer, loop=self._loop, hello=lambda: self._hello, tls=tls, listener=self)
+        self._peers = [made(address, ticket=self._ticket) for address in dict.fromkeys(addresses)]
         self._tallies = {peer: _Tally() for peer in self._peers}
         self._namesakes: set[str] = set()  # that were told of
         self._asked: dict[int, Asked] = {}
@@ -279,7 +277,9 @@ class Keepers:
         found = namesakes([(peer.name, str(peer.address)) for peer in self._peers])
         if peer.name in found and peer.name not in self._namesakes:
             self._namesakes.add(peer.name)
-            log.warning("%s; meanwhile they are told apart by address", complaint(peer.name, found[peer.name]))
+            log.warning(
+                "%s; meanwhile they are told apart by address", complaint(peer.name, found[peer.name])
+            )
 
     def lost(self, peer: Peer) -> None:
         """See ``peer.PeerListener``."""
@@ -334,14 +334,18 @@ class Keepers:
         if len(self._asked) >= MAX_TICKETS or not peer.is_up:
             self._run(question, question.give_up(places, Outcome.REFUSED))
             return
-        self._tickets += 1
-        self._asked[self._tickets] = Asked(peer, question, places)
-        question.tickets.append(self._tickets)
+        ticket = self._ticket()
+        self._asked[ticket] = Asked(peer, question, places, parts=parts, at=self._loop.clock())
+        question.tickets.append(ticket)
         kind = Locate if isinstance(question, Locating) else Stage
-        peer.ask(kind(ticket=self._tickets, parts=parts, deadline_s=wait_s))
+        peer.ask(kind(ticket=ticket, parts=parts, deadline_s=wait_s))
+
+    def _ticket(self) -> int:
+        self._tickets += 1
+        return self._tickets
 
     def _located(self, peer: Peer, ticket: int, where: bytes) -> None:
-        asked = self._asked_of(peer, ticket)
+        asked = None if peer.answering.settles(ticket) else self._asked_of(peer, ticket)
         if asked is None:
             return
         question = asked.question
@@ -349,6 +353,7 @@ class Keepers:
             self._tallies[peer].strange += 1
             return
         del self._asked[ticket]
+        peer.answering.answered()
         self._tallies[peer].located += len(where)
         self._run(question, question.located(asked.places, [Where(byte) for byte in where]))
 
@@ -381,6 +386,8 @@ class Keepers:
         for asked in self._take_back(question):
             self._tallies[asked.peer].unanswered += 1
             asked.peer.doubt()
+            if isinstance(question, Locating):
+                asked.peer.answering.unanswered(asked.parts, self._loop.clock() - asked.at)
         self._run(question, question.end(Outcome.LATE))
 
     def _cancel(self, question: Question) -> None:

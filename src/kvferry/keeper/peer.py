@@ -6,8 +6,9 @@
      │  └────────── lost ──────────┘ └─────────────────── anything heard ────────────────┘ │
      └───────────────────────────────── silent for GIVE_UP_S ──────────────────────────────┘
 
-A keeper is doubted when a question of it went unanswered, and when nothing was heard for IDLE_S. While it
-is not UP nothing is asked of it, so no request pays for finding out that it is back.
+A keeper is doubted when a question of it went unanswered, and when nothing was heard for IDLE_S. It is SILENT
+too when it is alive and answers no questions (``answering``). While it is not UP nothing is asked of it, so
+no request pays for finding out that it is back.
 """
 
 import enum
@@ -24,6 +25,7 @@ from typing import Protocol
 
 from kvferry.errors import KvferryError, MisconfiguredError, RefusedError
 from kvferry.frames import refusal_text
+from kvferry.keeper.answering import Answering
 from kvferry.keeper.framing import decode_from_keeper
 from kvferry.keeper.link import Link
 from kvferry.keeper.tls import explained
@@ -86,7 +88,9 @@ class Peer:
         hello: Callable[[], Hello],
         tls: Callable[[], ssl.SSLContext] | None,
         listener: PeerListener,
+        ticket: Callable[[], int],
     ) -> None:
+        """ticket: a new one, for a question of its own."""
         self.address = address
         self.name = str(address)
         self.version = ""
@@ -99,6 +103,7 @@ class Peer:
         self._tls = tls
         self._listener = listener
         self._breaker = Breaker()
+        self.answering = Answering(loop, ask=self.ask, ticket=ticket)
         self._link: Link | None = None
         self._greeted = False
         self._refused = False
@@ -119,13 +124,13 @@ class Peer:
     def state(self) -> State:
         """Now; of any thread."""
         if self._greeted:
-            return State.SILENT if self._breaker.is_open else State.UP
+            return State.UP if self.is_up else State.SILENT
         return State.REFUSED if self._refused else State.DOWN
 
     @property
     def is_up(self) -> bool:
         """Whether to ask it."""
-        return self._greeted and not self._breaker.is_open
+        return self._greeted and not self._breaker.is_open and not self.answering.fails
 
     @property
     def counts(self) -> bool:
@@ -290,6 +295,7 @@ class Peer:
         self.connects += 1
         self._greeted_at = self._loop.clock()
         self._breaker.succeeded()
+        self.answering.answered()
         self._said_well()
         self._heard()
         self._stop_timers()

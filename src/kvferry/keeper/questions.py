@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from kvferry.keeper.wire import Where
+from kvferry.keeper.wire import Parts, Where
 from kvferry.loop import Timer
 from kvferry.tiers.contract import Outcome
 
@@ -110,14 +110,21 @@ class Staging:
 
 
 class Asked:
-    """The part of a question that one message asks of one keeper. places: of its indexes in the question."""
+    """The part of a question that one message asks of one keeper. places: of its indexes in the question.
 
-    __slots__ = ("_left", "peer", "places", "question")
+    at: when.
+    """
 
-    def __init__(self, peer: "Peer", question: Question, places: Sequence[int]) -> None:
+    __slots__ = ("_left", "at", "parts", "peer", "places", "question")
+
+    def __init__(
+        self, peer: "Peer", question: Question, places: Sequence[int], *, parts: Parts, at: float
+    ) -> None:
         self.peer = peer
         self.question = question
         self.places = places
+        self.parts = parts
+        self.at = at
         self._left = set(range(len(places)))
 
     @property
