@@ -41,7 +41,7 @@ def test_a_keepers_user_may_also_look_through_the_keys(
     node = capsys.readouterr().out.strip()
     assert main([*arguments, "--keeper"]) == 0
     keeper = capsys.readouterr().out.strip()
-    more = " +scan +object|idletime +getrange +client|no-touch"
+    more = " +scan +object|idletime +object|freq +getrange +client|no-touch"
     assert keeper == node.replace("SETUSER kvferry ", "SETUSER kvferry-keeper ") + more
 
 

@@ -227,9 +227,7 @@ class Droppers:
         with ExitStack() as stack:
             tier = ValkeyTier.connect(ValkeySettings(url=url))
             stack.callback(tier.close)
-            scanner = Scanner(
-                tier.keyspace(), settings=ScanSettings(owns=lambda chunk: False), found=lambda refs: None
-            )
+            scanner = Scanner(tier.keyspace(), settings=ScanSettings(), found=lambda refs: None)
             stack.callback(scanner.close)
             scanner.drop(
                 namespace=self._namespace or None, older_than_s=self._older_than_s or None, done=done

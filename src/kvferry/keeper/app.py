@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import FrameType
 
 import msgspec
@@ -22,7 +21,6 @@ from kvferry.keeper.forms import Form, Plain, Sealed
 from kvferry.keeper.keeper import Keeper
 from kvferry.keeper.limits import Limits
 from kvferry.keeper.remembered import MAX_FILE_BYTES
-from kvferry.keeper.rendezvous import owner
 from kvferry.keeper.scan import ScanSettings
 from kvferry.keeper.server import Admission, Server, ServerStatistics
 from kvferry.keeper.settings import KeeperSettings
@@ -167,15 +165,11 @@ def _keeper(settings: KeeperSettings, limits: Limits) -> Keeper:
             limits=limits,
             form=form,
             keyspace=Keyspace(to_valkey, servers),
-            scan=ScanSettings(owns=partial(_owns, settings.name, settings.keepers)),
+            scan=ScanSettings(name=settings.name, keepers=settings.keepers),
             uses=settings.disk / USES_NAME if settings.disk is not None and _uses_bytes(settings) else None,
         )
         opened.pop_all()
     return keeper
-
-
-def _owns(name: str, keepers: tuple[str, ...], chunk: bytes) -> bool:
-    return not keepers or owner(chunk, keepers) == name
 
 
 def _disk(settings: KeeperSettings) -> DiskTier | None:

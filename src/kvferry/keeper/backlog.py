@@ -33,12 +33,16 @@ def positions_in(refs: Sequence[PartRef]) -> list[int]:
 
 
 class Wanted(NamedTuple):
-    """A part to copy. since: monotonic time of the first wish. tries: how often that failed in passing."""
+    """A part to copy. since: monotonic time of the first wish. tries: how often that failed in passing.
+
+    named: ``ref`` is what it is called below, and it is there only.
+    """
 
     ref: PartRef
     rank: int
     since: float
     tries: int = 0
+    named: bool = False
 
 
 class Backlog:

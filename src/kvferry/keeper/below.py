@@ -1,7 +1,7 @@
 """What the tiers below Valkey hold: one question about many parts to both."""
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 from kvferry.identity.names import PartRef
@@ -50,8 +50,12 @@ class Below:
         deadline: float,
         done: Callable[[Sequence[Held]], None],
         ask: Ask = Ask.NEAREST,
+        named: Container[PartRef] = (),
     ) -> None:
-        """What each is called and where it is, told on a tier's thread. Counts as a use of what is there."""
+        """What each is called and where it is, told on a tier's thread. Counts as a use of what is there.
+
+        named: those that are called below what they are called here.
+        """
 
         def disk_said(names: Sequence[PartRef | None], unknown: Sequence[bool]) -> None:
             wanted = [at for at, name in enumerate(names) if ask is Ask.BOTH or name is None]
@@ -64,9 +68,10 @@ class Below:
                     held[at] = Held(names[at], name, unknown[at] or doubt)
                 done(held)
 
-            self._ask(self.objects, [refs[at] for at in wanted], deadline=deadline, done=objects_said)
+            left = [refs[at] for at in wanted]
+            self._ask(self.objects, left, deadline=deadline, done=objects_said, named=named)
 
-        self._ask(self.disk, refs, deadline=deadline, done=disk_said)
+        self._ask(self.disk, refs, deadline=deadline, done=disk_said, named=named)
 
     def _ask(
         self,
@@ -75,11 +80,12 @@ class Below:
         *,
         deadline: float,
         done: Callable[[Sequence[PartRef | None], Sequence[bool]], None],
+        named: Container[PartRef],
     ) -> None:
         if tier is None or not refs:
             done([None] * len(refs), [False] * len(refs))
             return
-        names = [self.form.names(ref) for ref in refs]
+        names = [(ref,) if ref in named else self.form.names(ref) for ref in refs]
 
         def said(outcomes: Sequence[Outcome]) -> None:
             found: list[PartRef | None] = []

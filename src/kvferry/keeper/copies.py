@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvferry.identity.names import PartKey, PartRef
-from kvferry.keeper.backlog import Backlog, positions_in, rank_of
+from kvferry.keeper.backlog import RANKS, Backlog, positions_in, rank_of
 from kvferry.keeper.below import NOWHERE, Ask, Below, Held
 from kvferry.keeper.buffers import Buffer, Buffers, Use
 from kvferry.keeper.keeping import Line, Task
@@ -80,6 +80,12 @@ class Copies:
             elif self.flush is not None and where.objects is None:
                 self._want_in(self.flush, ref, rank)
 
+    def missing(self, names: Sequence[PartRef]) -> None:
+        """Those are on the disk, so called there, and not in objects."""
+        for name in names:
+            if self.flush is not None and self._buffers.holds(self._below.form.below_bytes(name)):
+                self.flush.want(name, RANKS - 1, self._loop.clock(), named=True)
+
     def forget(self, unwanted: Callable[[PartRef], bool], *, tier: str | None = None) -> None:
         """Those are being deleted in ``disk``, ``objects`` or both: no copy that is under way survives."""
         if tier in (None, "disk"):
@@ -92,7 +98,8 @@ class Copies:
         if tier in (None, "disk"):
             self._keep_line.forget_named(keys)
         if tier in (None, "objects"):
-            self._flush_line.forget_named(keys)
+            names = [name.key for key in keys for name in self._below.form.names(PartRef(key, 1))]
+            self._flush_line.forget_named({*keys, *names})
 
     def close(self) -> None:
         """Begin nothing any more."""
@@ -168,6 +175,7 @@ class Copies:
             deadline=now + self._limits.ask_s,
             done=lambda held: self._loop.post(partial(looked, batch, held)),
             ask=ask,
+            named=frozenset(task.ref for task in tasks if task.wanted.named),
         )
 
     def _sleep(self) -> None:
@@ -239,6 +247,8 @@ class Copies:
             elif where.objects is not None:
                 line.was_there(task, now)
                 self._release(copy)
+            elif task.wanted.named and where.disk is None:
+                self._not_on_disk(task, copy, unknown=where.unknown)
             else:
                 (from_disk if where.disk is not None else from_valkey).append((task, copy))
         self._fetch_disk(from_disk)
@@ -260,12 +270,24 @@ class Copies:
             )
 
     def _flush_from_disk(self, task: Task, copy: _Copy, result: FetchResult) -> None:
+        if result.outcome is not Outcome.OK and task.wanted.named:
+            self._not_on_disk(task, copy, unknown=result.outcome not in (Outcome.MISS, Outcome.CORRUPT))
+            return
         if result.outcome is not Outcome.OK:  # Valkey may still have it
             self._fetch_valkey([(task, copy)], self._flush_read)
             return
         self._flush_line.read(task, self._loop.clock())
         copy.name, copy.checksums = copy.held.disk, result.checksums
         self._write_objects(copy, task)
+
+    def _not_on_disk(self, task: Task, copy: _Copy, *, unknown: bool) -> None:
+        """What is nowhere else. unknown: or the disk did not say."""
+        now = self._loop.clock()
+        if unknown and not task.removed:
+            self._flush_line.again(task, "read_disk", now)
+        else:
+            self._flush_line.gone(task, now)
+        self._release(copy)
 
     def _flush_read(self, task: Task, copy: _Copy, result: FetchResult) -> None:
         self._flush_line.read(task, self._loop.clock())

@@ -19,6 +19,7 @@ from kvferry.keeper.copies import Copies
 from kvferry.keeper.deletion import Deletion, Drops
 from kvferry.keeper.forms import Form, Plain
 from kvferry.keeper.limits import Limits
+from kvferry.keeper.reconcile import Reconciler
 from kvferry.keeper.remembered import load, save
 from kvferry.keeper.reuse import ReuseTable, most_used
 from kvferry.keeper.scan import Scanner, ScanSettings
@@ -78,6 +79,13 @@ class Keeper:
             copies=self._copies,
             dropping=self._drops.among,
             limits=self._limits,
+        )
+        self._reconciler = Reconciler(
+            loop=self._loop,
+            below=self._below,
+            copies=self._copies,
+            dropping=self._drops.among,
+            room_parts=self._limits.backlog_parts,
         )
         self._reuse = ReuseTable(self._limits.reused_parts)
         self._uses = uses
@@ -327,6 +335,7 @@ class Keeper:
             return not self._closed
 
     def _run(self) -> None:
+        self._loop.post(self._reconciler.begin)
         self._loop.run()
 
     def _pump(self) -> None:
@@ -336,6 +345,7 @@ class Keeper:
             self._ending.set()
 
     def _end(self) -> None:
+        self._reconciler.close()
         self._copies.close()
         self._stager.close()
 

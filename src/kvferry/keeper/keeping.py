@@ -102,10 +102,10 @@ class Line:
         """Whether it waits or is under way."""
         return ref in self._tasks or ref in self._backlog
 
-    def want(self, ref: PartRef, rank: int, now: float) -> None:
-        """Copy it some time. What is under way already is not wanted twice."""
+    def want(self, ref: PartRef, rank: int, now: float, *, named: bool = False) -> None:
+        """Copy it some time. What is under way already is not wanted twice. named: see ``Wanted``."""
         if ref not in self._tasks:
-            self.counts.dropped += len(self._backlog.offer(Wanted(ref, rank, now)))
+            self.counts.dropped += len(self._backlog.offer(Wanted(ref, rank, now, named=named)))
 
     def adopt(self, ref: PartRef, rank: int, now: float) -> Task | None:
         """Its bytes are in memory already: under way from now on. None if it was, or the line is paused."""

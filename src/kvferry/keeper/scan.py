@@ -10,13 +10,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from kvferry.errors import KvferryError
 from kvferry.identity.names import PartRef
+from kvferry.keeper.sharers import Sharers
 from kvferry.keeper.sightings import Sightings
 from kvferry.keeper.statistics import ScanStatistics
 from kvferry.tiers.contract import Dropped, Outcome
-from kvferry.tiers.valkey.keyspace import Keyspace, Shelf, StoredKey, parse_key
+from kvferry.tiers.valkey.keyspace import Keyspace, NoIdleTimesError, Shelf, StoredKey, parse_key
 from kvferry.tiers.valkey.url import Address
 
 log = logging.getLogger("kvferry.keeper")
@@ -25,6 +27,9 @@ MAX_DROPS = 16
 DROP_PAGE_KEYS = 500
 DROP_SHARE = 0.5
 MAX_TRIES = 3
+LIVES = 3
+MIN_LIFE_S = 120.0
+SAY_S = 30.0
 JOIN_S = 10.0
 NOBODY = "no server of Valkey has answered yet"
 
@@ -34,7 +39,8 @@ class ScanSettings:
     """every_s: from the beginning of a pass to that of the next, at least. page_keys: asked for at a time.
 
     page_s: so often a page is asked for at most. share: of the time spent asking, at most. max_keys:
-    remembered from one pass to the next. owns: whether a chunk is this keeper's.
+    remembered from one pass to the next. name: of this keeper. keepers: all that share the work, by name;
+    empty: it is alone.
     """
 
     every_s: float = 300.0
@@ -42,7 +48,8 @@ class ScanSettings:
     page_s: float = 0.05
     share: float = 0.02
     max_keys: int = 1 << 18
-    owns: Callable[[bytes], bool] = lambda chunk: True
+    name: str = ""
+    keepers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,9 @@ class Scanner:
         self._settings = settings
         self._found = found
         self._sightings = Sightings(max_keys=settings.max_keys)
+        self._sharers = Sharers(settings.name, settings.keepers)
+        self._say_at = 0.0
+        self._counting: set[Address] = set()  # servers that count uses in place of idle times
         self._lock = threading.Condition()
         self._drops: deque[_Drop] = deque()
         self._closed = False
@@ -144,8 +154,12 @@ class Scanner:
         servers = self._keyspace.servers()
         error = "" if servers else NOBODY
         for server in servers:
-            error = self._look_through(server, self._scan_page, share=self._settings.share) or error
+            self._say_at = 0.0
+            page = partial(self._scan_page, server)
+            error = self._look_through(server, page, share=self._settings.share, say=self._here) or error
         self._sightings.end_pass()
+        if not error:
+            self._sharers.end_pass()
         passes = self._statistics.passes + 1
         self._note(passes=passes, last_pass_s=time.monotonic() - began, error=error)
 
@@ -157,8 +171,9 @@ class Scanner:
         share: float,
         count: int = 0,
         namespace: bytes | None = None,
+        say: Callable[[Shelf], None] | None = None,
     ) -> str:
-        """Every key of one server. Returns what went wrong, if anything did."""
+        """Every key of one server. say: to it, before each page. Returns what went wrong, if anything did."""
         cursor, tries = b"0", 0
         count = count or self._settings.page_keys
         try:
@@ -166,7 +181,10 @@ class Scanner:
                 asked = time.monotonic()
                 try:
                     shelf = self._opened(server)
+                    if say is not None:
+                        say(shelf)
                     following, names = shelf.page(cursor, count=count, namespace=namespace)
+                    self._sharers.saw(names)
                     page(shelf, [key for key in map(parse_key, names) if key is not None])
                 except KvferryError as error:
                     self._close_shelf()
@@ -208,28 +226,56 @@ class Scanner:
         if shelf is not None:
             shelf.close()
 
-    def _scan_page(self, shelf: Shelf, keys: list[StoredKey]) -> None:
+    def _here(self, shelf: Shelf) -> None:
+        """For the other keepers, longer than this pass and two more should take."""
+        now, settings = time.monotonic(), self._settings
+        if settings.keepers and now >= self._say_at:
+            self._say_at = now + SAY_S
+            life_s = LIVES * (settings.every_s + self._statistics.last_pass_s)
+            shelf.is_here(settings.name, life_s=max(life_s, MIN_LIFE_S))
+
+    def _scan_page(self, server: Address, shelf: Shelf, keys: list[StoredKey]) -> None:
         """Of each part its first stripe tells."""
         self._note(keys=self._statistics.keys + len(keys))
         names = [
             key.name
             for key in keys
-            if key.stripe == 0 and self._sightings.wanted(key.name) and self._settings.owns(key.part.chunk)
+            if key.stripe == 0 and self._sightings.wanted(key.name) and self._sharers.owns(key.part.chunk)
         ]
-        asked = time.monotonic()
-        idle = zip(names, shelf.idle_s(names), strict=True)
-        told = time.monotonic()
-        used = [
+        used = self._used(server, shelf, names)
+        found = [ref for ref in shelf.parts(used) if ref is not None]
+        if server not in self._counting:
+            for name in used:
+                self._sightings.looked_into(name, time.monotonic())
+        if found:
+            self._note(found_parts=self._statistics.found_parts + len(found))
+            self._found(found)
+
+    def _used(self, server: Address, shelf: Shelf, names: list[bytes]) -> list[bytes]:
+        """Those that were, since the pass before."""
+        try:
+            asked = time.monotonic()
+            idle = zip(names, shelf.idle_s(names), strict=True)
+            told = time.monotonic()
+        except NoIdleTimesError:
+            self._counts(server, counting=True)
+            counts = zip(names, shelf.frequencies(names), strict=True)
+            return [
+                name for name, count in counts if count is not None and self._sightings.counted(name, count)
+            ]
+        if names:
+            self._counts(server, counting=False)
+        return [
             name
             for name, idle_s in idle
             if idle_s is not None and self._sightings.saw(name, asked - idle_s, told - idle_s)
         ]
-        found = [ref for ref in shelf.parts(used) if ref is not None]
-        for name in used:
-            self._sightings.looked_into(name, time.monotonic())
-        if found:
-            self._note(found_parts=self._statistics.found_parts + len(found))
-            self._found(found)
+
+    def _counts(self, server: Address, *, counting: bool) -> None:
+        """Its policy may be another than before."""
+        if counting != (server in self._counting):
+            self._counting ^= {server}
+            self._sightings.forget()
 
     def _note(self, **changes: object) -> None:
         self._statistics = replace(self._statistics, **changes)  # type: ignore[arg-type]

@@ -8,6 +8,8 @@ import xxhash
 
 SLACK_S = 2.0
 """Servers count idle time by the second."""
+STORED_COUNT = 5
+"""With which a server that counts uses begins."""
 MAX_SLICES = 1 << 16
 
 
@@ -30,14 +32,29 @@ class Sightings:
 
     def saw(self, name: bytes, earliest: float, latest: float) -> bool:
         """It was used last between these times. True if that was surely after the pass before."""
+        before = self._see(name, latest)
+        return before is not None and earliest > before + SLACK_S
+
+    def counted(self, name: bytes, frequency: int) -> bool:
+        """Where servers count uses in place of times. True if there was one since it was stored, or seen.
+
+        The count falls with time: what is used rarely may need a few passes.
+        """
+        before = self._see(name, frequency)
+        return frequency > (STORED_COUNT if before is None else before)
+
+    def forget(self) -> None:
+        """What was seen cannot be compared with what is seen now."""
+        self._before, self._now = {}, {}
+
+    def _see(self, name: bytes, what: float) -> float | None:
+        """What the pass before saw."""
         key = xxhash.xxh3_64_intdigest(name)
-        before = self._before.get(key)
-        used_again = before is not None and earliest > before + SLACK_S
         if len(self._now) < self._max_keys or key in self._now:
-            self._now[key] = latest
+            self._now[key] = what
         else:
             self._missed = True
-        return used_again
+        return self._before.get(key)
 
     def looked_into(self, name: bytes, at: float) -> None:
         """We read it at that time ourselves, which older servers take for a use."""

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from kvferry.errors import MisconfiguredError
@@ -158,6 +158,16 @@ class DiskTier:
                 ended = partial(removal, done, outcomes) if done is not None else None
                 books.mark(Removal(places, time.monotonic() + REMOVE_S, ended))
         _call(report)
+
+    def parts_within(self, seconds: float) -> Iterator[Sequence[PartRef]]:
+        """What was stored or last used within so long, a segment at a time. No use of it."""
+        books, since = self._books, self._wall() - seconds
+        with books.lock:
+            segments = books.log.segments.in_use
+        for segment in segments:
+            with books.lock:
+                found = [(ref, books.log.find(ref)) for ref in segment.refs]
+            yield [ref for ref, record in found if record is not None and record.used_at >= since]
 
     def drop(
         self,

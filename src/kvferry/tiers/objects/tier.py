@@ -1,5 +1,6 @@
 """The objects tier: parts in packs of a bucket or a directory, which several processes share."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,8 @@ from kvferry.tiers.objects.writing import Writer
 REMOVE_S = 5.0
 """After so long a removal that could not be written down is LATE."""
 COPIERS = 3
+SPARE_DIVISOR = 8
+"""Of ``max_bytes``, so much is left to what is stored: only beyond it parts count as lacking."""
 
 
 class ObjectTier:
@@ -125,6 +128,19 @@ class ObjectTier:
         ]
         self._begin(operation, work)
         return operation
+
+    def lacks(self, refs: Sequence[PartRef]) -> Sequence[PartRef]:
+        """Those that are not there, as far as is known, and have room; none while the store fails. No use."""
+        books, most = self._books, self._settings.max_bytes
+        with books.lock:
+            if books.refusal(math.inf) is not None:
+                return []
+            room = math.inf if most is None else most - most // SPARE_DIVISOR - books.catalogue.nbytes
+            return [
+                ref
+                for ref in refs
+                if books.catalogue.find(ref) is None and possible(ref) and (room := room - ref.nbytes) >= 0
+            ]
 
     def touch(self, refs: Sequence[PartRef]) -> None:
         """See the contract. It counts for ``drop`` by age, and not for what goes when there is too much."""

@@ -14,7 +14,7 @@ COMMANDS = (
     *("ping", "info", "client|setname", "cluster|slots", "asking"),
 )
 
-KEEPER_COMMANDS = (*COMMANDS, "scan", "object|idletime", "getrange", "client|no-touch")
+KEEPER_COMMANDS = (*COMMANDS, "scan", "object|idletime", "object|freq", "getrange", "client|no-touch")
 """A keeper also looks through the keys, and leaves no trace of that."""
 
 

@@ -21,7 +21,13 @@ from kvferry.tiers.valkey.tls import Tls
 from kvferry.tiers.valkey.url import Address
 
 _KEY = re.compile(rb"kvf1:([0-9a-f]{32}):([0-9a-f]{64}):([0-9]{1,4}):([0-9]{1,4})(?::([0-9a-f]{8}))?")
+_KEEPER = f"{KEY_PREFIX}keeper:"
 _NO_SUCH_KEY = "no such key"
+_LFU = "LFU"
+
+
+class NoIdleTimesError(RefusedError):
+    """The server's policy is one of least frequent use: it knows frequencies in place of idle times."""
 
 
 class StoredKey(NamedTuple):
@@ -43,6 +49,20 @@ def parse_key(name: bytes) -> StoredKey | None:
     return StoredKey(name, key, int(stripe), bytes.fromhex(key_id.decode()))
 
 
+def keeper_key(name: str) -> bytes:
+    """The key that says that a keeper of that name looks through this Valkey."""
+    return f"{_KEEPER}{name.encode().hex()}".encode()
+
+
+def parse_keeper(name: bytes) -> str | None:
+    """Whose that key is; None for any other."""
+    prefix = _KEEPER.encode()
+    try:
+        return bytes.fromhex(name[len(prefix) :].decode()).decode() if name.startswith(prefix) else None
+    except ValueError:
+        return None
+
+
 class Shelf:
     """One server's keys. Methods raise KvferryError when the server does not answer or does not permit it."""
 
@@ -62,11 +82,29 @@ class Shelf:
         raise ProtocolError(f"unexpected reply to SCAN: {str(reply)[:60]}")
 
     def idle_s(self, names: Sequence[bytes]) -> list[int | None]:
-        """For how many seconds each was not used; None for one that is gone or not for us."""
-        return [
-            reply if isinstance(reply, int) else None
-            for reply in self._each([(b"OBJECT", b"IDLETIME", n) for n in names])
-        ]
+        """For how many seconds each was not used; None for one that is gone or not for us.
+
+        Raises NoIdleTimesError.
+        """
+        try:
+            return self._object(b"IDLETIME", names)
+        except RefusedError as error:
+            if _LFU in str(error):
+                raise NoIdleTimesError(str(error)) from error
+            raise
+
+    def frequencies(self, names: Sequence[bytes]) -> list[int | None]:
+        """How often each was used: a counter that begins at 5, rises ever more rarely and falls with time."""
+        return self._object(b"FREQ", names)
+
+    def is_here(self, keeper: str, *, life_s: float) -> None:
+        """Say so for so long, if this server holds that key and permits it."""
+        words = (b"SET", keeper_key(keeper), b"1", b"PX", b"%d" % max(1, int(1000 * life_s)))
+        self._connection.request(*words, patience=self._until())
+
+    def _object(self, what: bytes, names: Sequence[bytes]) -> list[int | None]:
+        replies = self._each([(b"OBJECT", what, name) for name in names])
+        return [reply if isinstance(reply, int) else None for reply in replies]
 
     def parts(self, names: Sequence[bytes]) -> list[PartRef | None]:
         """The part that each value belongs to, as its header says; None for one that is gone or damaged."""
