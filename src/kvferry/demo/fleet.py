@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,6 +18,7 @@ from kvferry.demo.ask import Replica
 from kvferry.demo.nodeview import NodeView
 from kvferry.demo.ports import free_port, listens
 from kvferry.demo.processes import Child, Children, StoppedError, wait_until
+from kvferry.demo.standstill import Watch, note_and_end
 from kvferry.demo.storage import Storage, StorageSettings
 from kvferry.errors import MisconfiguredError, RetryError
 from kvferry.tiers.valkey.connection import Connection
@@ -325,18 +327,40 @@ class Fleet:
         return started
 
     def await_replicas(self, started: Starting) -> None:
-        """Wait until all of them answer. Raises RetryError when one fails."""
+        """Wait until all of them answer. Raises RetryError when one fails; its log has where it stood.
+
+        One whose start stands still is ended and started once more.
+        """
         children = [child for child, _ in started.replicas.values()]
-        for name, (_, replica) in started.replicas.items():
+        watches = {name: Watch(child) for name, (child, _) in started.replicas.items()}
+
+        def answers(name: str) -> bool:
+            for other, watch in list(watches.items()):
+                if watch.stands_still() and not started.replicas[other][1].healthy():
+                    del watches[other]  # once: a second time it is waited for
+                    note_and_end(watch.child)
+                    self._children.stop(watch.child)
+                    self._say(f"replica {other} stood still in its start; see {watch.child.log}")
+                    started.replicas.update(self.launch_replicas([other]).replicas)
+                    children[:] = [child for child, _ in started.replicas.values()]
+            return started.replicas[name][1].healthy()
+
+        for name in started.replicas:
             left = max(1.0, self.settings.ready_s - (time.monotonic() - started.begun))
-            wait_until(
-                replica.healthy,
-                what=f"replica {name}",
-                timeout_s=left,
-                children=children,
-                poll_s=HEALTH_POLL_S,
-            )
-            self.replicas[name] = replica
+            try:
+                wait_until(
+                    partial(answers, name),
+                    what=f"replica {name}",
+                    timeout_s=left,
+                    children=children,
+                    poll_s=HEALTH_POLL_S,
+                )
+            except RetryError:
+                for other, (child, _) in started.replicas.items():
+                    if other not in self.replicas and not child.exited():
+                        note_and_end(child)
+                raise
+            self.replicas[name] = started.replicas[name][1]
             self._say(f"replica {name} ready ({time.monotonic() - started.begun:.0f} s)")
 
     def process_group(self, name: str) -> int:
@@ -367,5 +391,6 @@ class Fleet:
                 VLLM_CPU_OMP_THREADS_BIND=str(plan.core),
                 VLLM_SERVER_DEV_MODE="1",  # for POST /reset_prefix_cache, on loopback
                 VLLM_LOGGING_COLOR="0",
+                PYTHONFAULTHANDLER="1",  # see ``standstill``
             )
         return environment
