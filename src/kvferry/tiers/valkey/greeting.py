@@ -181,7 +181,7 @@ def _forbidden(seed: Address, settings: ValkeySettings, commands: Sequence[str])
     rules = " ".join(f"+{name}" for name in commands)
     return MisconfiguredError(
         f"{seed}: {whose(settings.url)} may not run {', '.join(commands)}: add {rules} there; "
-        "kvferry flags valkey prints the whole ACL SETUSER line"
+        "kvferry flags valkey prints the whole ACL SETUSER line (with --keeper that of a keeper)"
     )
 
 
