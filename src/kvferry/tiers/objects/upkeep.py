@@ -27,6 +27,7 @@ RECORDS_AT_ONCE = 256
 """So many a drop looks at before anybody else has the lock: less than a millisecond."""
 STRIKE_REST_S = 0.001
 """Between two looks, so that others have it."""
+UNSEEN_DIVISOR = 64
 TRIAL_S = 3600.0
 """What a start that was cut off left behind is deleted after so long."""
 
@@ -43,6 +44,8 @@ class Upkeep:
         self._manifests = Manifests(books)
         self._follower = Follower(books, bucket, self._removals, self._manifests)
         self._suspects: set[Name] = set()
+        self._refreshing = asyncio.Lock()
+        self._unseen_bytes = 0  # written since the last look at what others wrote
         self._recovering = False
         books.opened = lambda: engine.call(self._recover)
 
@@ -102,13 +105,35 @@ class Upkeep:
             except Exception as error:  # noqa: BLE001 - counted and told by the books
                 self._books.defect("following the bucket", error)
 
+    async def writing(self, nbytes: int) -> None:
+        """Before so much is put there. So several processes pass the limit of bytes by a share of it each:
+
+        who wrote as much since it looked last at what others wrote looks again first.
+        """
+        most = self._books.settings.max_bytes
+        if most is None:
+            return
+        if self._unseen_bytes + nbytes > most // UNSEEN_DIVISOR:
+            try:
+                await self.refresh()
+            except BucketError as error:
+                log.info("objects at %s were not followed: %s", self._books.settings.url, str(error))
+            except Exception as error:  # noqa: BLE001 - counted and told by the books
+                self._books.defect("following the bucket", error)
+        self._unseen_bytes += nbytes
+
     async def refresh(self) -> None:
-        """List everything, follow it, and delete what goes. Raises BucketError."""
-        began = time.monotonic()
+        """List everything, follow it, and delete what goes. Raises BucketError. One at a time."""
+        async with self._refreshing:
+            await self._refresh()
+
+    async def _refresh(self) -> None:
+        began, unseen = time.monotonic(), self._unseen_bytes
         listed = await self._list(None)
         await self._follower.follow({name: entry.nbytes for name, entry in listed.items()}, began)
         await self._tidy(listed)
         await self.retire()
+        self._unseen_bytes -= unseen
         await self._write_manifests()
 
     async def _list(self, namespace: bytes | None) -> dict[Name, Listed]:

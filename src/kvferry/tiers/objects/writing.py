@@ -49,6 +49,7 @@ class Writer:
         books = self._books
         ident = new_id(self._upkeep.clock.now())
         data = pack.finish()
+        await self._upkeep.writing(len(data))
         path = Name(Kind.PACK, pack.namespace, ident).path
         trouble: BucketError | None = None
         try:
