@@ -7,7 +7,7 @@ from tests.keeper.fleet import FakeKeeping, Staging, some_refs
 
 from kvferry.identity.names import PartRef
 from kvferry.keeper.requests import MAX_WAIT_S, Requests
-from kvferry.keeper.wire import Locate, Parts, Role, Stage, Where
+from kvferry.keeper.wire import Locate, Located, Message, Parts, Role, Stage, Where
 from kvferry.loop import MIN_TIMERS, Loop
 from kvferry.tiers.contract import Outcome
 
@@ -51,6 +51,38 @@ def test_a_question_waits_no_longer_than_it_may_whatever_it_says(loop: Loop) -> 
         asked.message(Locate(ticket=2 * ticket + 1, parts=PARTS, deadline_s=deadline_s), Role.NODE)
     longest = 1000.0 + MAX_WAIT_S
     assert keeping.told == [("stage", 1005.0), ("locate", 1005.0), ("stage", longest), ("locate", longest)]
+
+
+def test_a_question_that_a_tier_never_answers_is_not_kept_beyond_its_deadline() -> None:
+    """What is said of it later is not heard."""
+    now = 0.0
+    loop = Loop(after_turn=lambda: None, clock=lambda: now)
+    sent: list[Message] = []
+    keeping = FakeKeeping(held=True)
+    asked = Requests(
+        sent.append,
+        keeping=keeping,
+        loop=loop,
+        status=lambda: b"{}",
+        slowly=lambda work: None,
+        clock=lambda: now,
+    )
+    try:
+        for ticket in (1, 2):
+            asked.message(Locate(ticket=ticket, parts=PARTS, deadline_s=5.0), Role.NODE)
+        refs, answer = keeping.locates[1]
+        answer([Where.DISK] * len(refs))
+        loop.turn(0.0)
+        assert sent == [Located(ticket=2, where=bytes([Where.DISK]) * 2)]
+        now = 5.0
+        loop.turn(0.0)
+        assert len(asked) == 0
+        refs, answer = keeping.locates[0]
+        answer([Where.DISK] * len(refs))
+        loop.turn(0.0)
+        assert len(sent) == 1
+    finally:
+        loop.close()
 
 
 def test_cancelled_timers_do_not_pile_up_until_their_time_comes(loop: Loop) -> None:

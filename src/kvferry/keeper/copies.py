@@ -4,6 +4,7 @@ A part read from Valkey is written to the disk, and to objects from the same mem
 otherwise objects get it later, from the disk.
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,8 @@ from kvferry.loop import Loop, Timer
 from kvferry.tiers.contract import FetchItem, FetchResult, Outcome, StoreItem, Tier
 
 TOO_LARGE = "too_large"
+HANGS = 2
+"""A disk hangs that takes so many times as long for a copy as that may take."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,20 +47,33 @@ class Copies:
         self._timer: Timer | None = None
         self._wakes_at = 0.0
         self._closed = False
-        self._keep_line = self._line(limits.copy_share)
-        self._flush_line = self._line(1.0)
+        self._at_disk: dict[_Copy, tuple[float, Line, Task]] = {}  # since when, oldest first
+        self._to_disk_bytes = 0
+        self._hung = False
+        self._keep_line = self._line(limits.copy_share, batch_bytes=limits.copy_bytes)
+        half = buffers.share(Use.FLUSH) // 2  # the rest is for others, should the disk hang
+        self._flush_line = self._line(1.0, batch_bytes=min(limits.copy_bytes, half))
         self.keep = self._keep_line if below.disk is not None else None
         self.flush = self._flush_line if below.objects is not None else None
 
-    def _line(self, share: float) -> Line:
+    def _line(self, share: float, *, batch_bytes: int) -> Line:
         backlog = Backlog(max_parts=self._limits.backlog_parts, max_bytes=self._limits.backlog_bytes)
-        limits = self._limits
-        return Line(backlog, batch_bytes=limits.copy_bytes, share=share, pause_s=limits.retry_s)
+        return Line(backlog, batch_bytes=batch_bytes, share=share, pause_s=self._limits.retry_s)
 
     @property
     def running(self) -> int:
         """Parts under way."""
         return sum(line.running for line in self._lines)
+
+    @property
+    def disk_hangs(self) -> bool:
+        """Whether it has not ended a read or write of a copy long after its time."""
+        return bool(self._at_disk) and self._loop.clock() > self._hangs_at
+
+    @property
+    def _hangs_at(self) -> float:
+        began = next((began for began, _, _ in self._at_disk.values()), math.inf)
+        return began + HANGS * self._limits.copy_s
 
     @property
     def _lines(self) -> list[Line]:
@@ -111,6 +127,7 @@ class Copies:
         """Begin what may begin now. waited_for: whether requests wait for stages."""
         if self._closed:
             return
+        self._pass_by_disk()
         if self.keep is not None:
             self._begin(self.keep, Use.COPY, self._kept_looked, ask=Ask.DISK, waited_for=waited_for)
         if self.flush is not None:
@@ -128,13 +145,24 @@ class Copies:
         self._write_disk(copy, task)
         return True
 
+    def _pass_by_disk(self) -> None:
+        """When it hangs: nobody waits for its reads to end, and what waits for it goes to objects too."""
+        hung, self._hung = self._hung, self.disk_hangs
+        if not self._hung:
+            return
+        for _, line, task in self._at_disk.values():
+            line.read(task, self._loop.clock())
+        if not hung and self.flush is not None:
+            for wanted in list(self._keep_line.waiting):
+                self._want_in(self.flush, wanted.ref, wanted.rank)
+
     # ---- wishes
 
     def _want(self, ref: PartRef, rank: int) -> None:
         """On the disk first; while that is in trouble also in objects at once."""
         if self.keep is not None:
             self._want_in(self.keep, ref, rank)
-        if self.flush is not None and (self.keep is None or self.keep.paused):
+        if self.flush is not None and (self.keep is None or self.keep.paused or self.disk_hangs):
             self._want_in(self.flush, ref, rank)
 
     def _want_in(self, line: Line, ref: PartRef, rank: int) -> None:
@@ -155,6 +183,9 @@ class Copies:
         copies: list[_Copy] = []
 
         def reserve(ref: PartRef) -> bool:
+            nbytes = self._to_disk_bytes + ref.nbytes
+            if use is Use.COPY and self._to_disk_bytes and nbytes > self._buffers.share(use):
+                return False  # what the disk does not take is not to fill the memory for objects
             buffer = self._buffers.take(self._below.form.below_bytes(ref), use)
             if buffer is not None:
                 copies.append(_Copy(ref, buffer))
@@ -181,6 +212,7 @@ class Copies:
     def _sleep(self) -> None:
         now = self._loop.clock()
         times = [due for line in self._lines if (due := line.due_at(now)) is not None]
+        times += [self._hangs_at] if self._at_disk and self._hangs_at > now else []
         if times and not now < self._wakes_at <= min(times):
             if self._timer is not None:
                 self._timer.cancel()
@@ -220,10 +252,14 @@ class Copies:
                 self._write_objects(copy, riding)
 
     def _write_disk(self, copy: _Copy, task: Task) -> None:
+        self._at_disk[copy] = (self._loop.clock(), self._keep_line, task)
+        self._to_disk_bytes += copy.ref.nbytes
         self._write(self._below.disk, copy, self._limits.copy_s, partial(self._on_disk, copy, task))
 
     def _on_disk(self, copy: _Copy, task: Task, outcome: Outcome) -> None:
         line, now = self._keep_line, self._loop.clock()
+        del self._at_disk[copy]
+        self._to_disk_bytes -= copy.ref.nbytes
         self._written(copy)
         if outcome is Outcome.OK:
             line.copied(task, now)
@@ -247,18 +283,20 @@ class Copies:
             elif where.objects is not None:
                 line.was_there(task, now)
                 self._release(copy)
-            elif task.wanted.named and where.disk is None:
+            elif task.wanted.named and (where.disk is None or self.disk_hangs):
                 self._not_on_disk(task, copy, unknown=where.unknown)
             else:
-                (from_disk if where.disk is not None else from_valkey).append((task, copy))
+                on_disk = where.disk is not None and not self.disk_hangs
+                (from_disk if on_disk else from_valkey).append((task, copy))
         self._fetch_disk(from_disk)
         self._fetch_valkey(from_valkey, self._flush_read)
 
     def _fetch_disk(self, batch: Sequence[tuple[Task, _Copy]]) -> None:
         disk = self._below.disk
         items: list[FetchItem] = []
-        for _, copy in batch:
+        for task, copy in batch:
             if copy.held.disk is not None:
+                self._at_disk[copy] = (self._loop.clock(), self._flush_line, task)
                 items.append(FetchItem(copy.held.disk, copy.buffer.memory[: copy.held.disk.nbytes]))
         if disk is not None and items:
             disk.fetch(
@@ -270,6 +308,7 @@ class Copies:
             )
 
     def _flush_from_disk(self, task: Task, copy: _Copy, result: FetchResult) -> None:
+        del self._at_disk[copy]
         if result.outcome is not Outcome.OK and task.wanted.named:
             self._not_on_disk(task, copy, unknown=result.outcome not in (Outcome.MISS, Outcome.CORRUPT))
             return

@@ -9,7 +9,7 @@ requests wait for stages. Between two batches it rests, so that reading takes a 
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from kvferry.identity.names import PartKey, PartRef
@@ -75,6 +75,11 @@ class Line:
     def parts(self) -> int:
         """Parts that wait or are under way."""
         return len(self._backlog) + len(self._tasks)
+
+    @property
+    def waiting(self) -> Iterable[Wanted]:
+        """Those that wait, the most promising first."""
+        return self._backlog
 
     @property
     def nbytes(self) -> int:

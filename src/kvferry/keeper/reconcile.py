@@ -88,7 +88,7 @@ class Reconciler:
         flush = self._copies.flush
         if not isinstance(disk, Listing) or not isinstance(objects, Knowing) or flush is None:
             return PAGE_S if disk is None or objects is None else REST_S
-        if flush.paused or flush.parts + self._page_parts > self._room_parts:
+        if flush.paused or self._copies.disk_hangs or flush.parts + self._page_parts > self._room_parts:
             return PAGE_S
         if self._pages is None:
             self._pages = _pages(disk.parts_within(LATELY_S), self._page_parts)

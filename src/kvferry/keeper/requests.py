@@ -38,7 +38,7 @@ from kvferry.keeper.wire import (
     Used,
     Where,
 )
-from kvferry.loop import Loop
+from kvferry.loop import Loop, Timer
 from kvferry.tiers.contract import Dropped, Outcome, Transfer
 
 MAX_TICKETS = 4096
@@ -98,14 +98,18 @@ class Keeping(Protocol):
 
 
 class _Question:
-    """A Locate or Stage that was not wholly answered. transfer: of a Stage, to cancel it by."""
+    """A Locate or Stage that was not wholly answered. transfer: of a Stage, to cancel it by.
 
-    __slots__ = ("count", "left", "transfer")
+    timer: of a Locate, which nobody waits for after its deadline, whatever the tiers do.
+    """
+
+    __slots__ = ("count", "left", "timer", "transfer")
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.left = count
         self.transfer: Transfer | None = None
+        self.timer: Timer | None = None
 
 
 class Requests:
@@ -168,6 +172,8 @@ class Requests:
         for question in self._questions.values():
             if question.transfer is not None:
                 question.transfer.cancel()
+            if question.timer is not None:
+                question.timer.cancel()
         self._questions.clear()
         self._ended.clear()
         for namespace in self._dropping:
@@ -182,6 +188,8 @@ class Requests:
         def done(where: Sequence[Where]) -> None:
             self._loop.post(partial(self._located, message.ticket, bytes(where)))
 
+        over_at = self._loop.clock() + min(message.deadline_s, MAX_WAIT_S)
+        self._questions[message.ticket].timer = self._loop.at(over_at, partial(self._forget, message.ticket))
         self._keeping.locate(refs, deadline=self._until(message.deadline_s), done=done)
 
     def _located(self, ticket: int, where: bytes) -> None:
@@ -240,6 +248,8 @@ class Requests:
         question = self._questions.pop(ticket, None)
         if question is not None:
             self._parts -= question.count
+            if question.timer is not None:
+                question.timer.cancel()
 
     def _admin(self, message: ToKeeper) -> None:
         match message:

@@ -187,7 +187,7 @@ class Used(Message, frozen=True):
 
 
 class Locate(Message, frozen=True):
-    """Where are these parts? Answered by ``Located`` within deadline_s."""
+    """Where are these parts? Answered by ``Located`` within deadline_s, or not at all."""
 
     ticket: Count
     parts: Parts
