@@ -23,6 +23,11 @@ PREFIX_TOKENS = 1024
 MAX_TOKENS = 2
 REJOIN_S = 60.0
 PAUSE_S = 0.2
+SPIN_S = 1.0
+"""For so long vLLM's worker spins for its next message (``sched_yield``) when one has come."""
+START_PAUSE_S = SPIN_S + 0.5
+"""Asked more often, the engine that serves never sleeps, and on two cores the one that starts may not get to
+run at all: ``docs/decisions/standing-starts.md``."""
 _COLUMNS = (
     Column("restarted"),
     Column("took", numeric=True),
@@ -65,15 +70,21 @@ class Restart:
 
 
 class Traffic:
-    """Asks replicas that are up about known prefixes, one request at a time, until it is told to stop."""
+    """Asks replicas that are up about known prefixes, one request at a time, until it is told to stop.
 
-    def __init__(self, fleet: Fleet, prefixes: Sequence[tuple[int, ...]], prompts: Prompts) -> None:
+    away: a replica that is being restarted: a router would not ask it.
+    """
+
+    def __init__(
+        self, fleet: Fleet, prefixes: Sequence[tuple[int, ...]], prompts: Prompts, *, away: str | None
+    ) -> None:
         self._fleet = fleet
         self._prefixes = prefixes
         self._prompts = prompts
         self._choice = random.Random(7)
         self._end = threading.Event()
-        self.away: str | None = None  # a replica that is being restarted: a router would not ask it
+        self._away = away
+        self._pause_s = PAUSE_S if away is None else START_PAUSE_S
         self.replies: list[Reply] = []
         self.failures: list[str] = []
         self._thread = threading.Thread(target=self._run, name="bench-traffic", daemon=True)
@@ -89,8 +100,8 @@ class Traffic:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._end.wait(PAUSE_S):
-            up = [name for name in ("A", "B") if name != self.away and name in self._fleet.replicas]
+        while not self._end.wait(self._pause_s):
+            up = [name for name in ("A", "B") if name != self._away and name in self._fleet.replicas]
             if not up:
                 continue
             replica = self._fleet.replicas[self._choice.choice(up)]
@@ -124,8 +135,7 @@ class Rolling:
             ("Valkey", None, self._valkey),
         )
         for part, away, restart in parts:
-            with Traffic(self.fleet, self.prefixes, self.prompts).running() as traffic:
-                traffic.away = away
+            with Traffic(self.fleet, self.prefixes, self.prompts, away=away).running() as traffic:
                 begun = time.monotonic()
                 restart()
                 took = time.monotonic() - begun

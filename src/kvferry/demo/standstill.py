@@ -1,8 +1,7 @@
 """A start that stands still: how it is noticed, and what is written down of it before it is ended.
 
-vLLM's engine process has been seen to stop for good in its start, between its imports and its first line,
-without using the CPU; the same command started again comes up. Nothing of ours is loaded there yet. What a
-supervisor does by a liveness probe, a fleet of ours does by this.
+An engine that starts beside one that serves may get no CPU (``docs/decisions/standing-starts.md``); the same
+command started again comes up. What a supervisor does by a liveness probe, a fleet of ours does by this.
 """
 
 import contextlib
