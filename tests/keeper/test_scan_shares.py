@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.keeper.rig import EAGER, fill, holds, prompt
 from tests.keeper.test_scan import BIG, QUICK, Ear, age, passed, started
@@ -26,7 +26,7 @@ from kvferry.tiers.valkey.tier import ValkeyTier
 from kvferry.tiers.valkey.url import ValkeyUrl
 
 NAMES = ("storage-1", "storage-2", "ßtorage.3")
-CHUNKS = [bytes([number]) * 32 for number in range(64)]
+CHUNKS = [bytes([number]) * 32 for number in range(16)]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,8 @@ def lfu() -> Iterator[Server]:
         yield server
 
 
-@given(st.lists(st.sets(st.sampled_from(NAMES)), max_size=12))
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sets(st.sampled_from(NAMES)), max_size=8))
 def test_every_chunk_is_the_share_of_somebody_who_is_there(passes: list[set[str]]) -> None:
     """Each pass: who said that they are. All who look see the same, a pass of theirs may see it later."""
     sharers = {name: Sharers(name, NAMES) for name in NAMES}
@@ -164,6 +165,7 @@ def test_keepers_of_a_cluster_see_one_another_whichever_shard_has_their_keys() -
             tier.close()
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 255), min_size=1, max_size=10))
 def test_a_count_tells_of_a_use_where_it_rose(counts: list[int]) -> None:
     sightings = Sightings(max_keys=10)
