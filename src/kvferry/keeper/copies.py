@@ -183,7 +183,7 @@ class Copies:
         copies: list[_Copy] = []
 
         def reserve(ref: PartRef) -> bool:
-            nbytes = self._to_disk_bytes + ref.nbytes
+            nbytes = self._to_disk_bytes + sum(copy.ref.nbytes for copy in copies) + ref.nbytes
             if use is Use.COPY and self._to_disk_bytes and nbytes > self._buffers.share(use):
                 return False  # what the disk does not take is not to fill the memory for objects
             buffer = self._buffers.take(self._below.form.below_bytes(ref), use)
