@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.demo import fleet as fleet_module
 from kvferry.demo import standstill
 from kvferry.demo.fleet import Fleet, FleetSettings, ReplicaPlan
-from kvferry.demo.processes import Children, wait_until
+from kvferry.demo.processes import Child, Children, wait_until
 from kvferry.demo.standstill import Watch, note_and_end
 from kvferry.errors import RetryError
 
@@ -47,9 +48,19 @@ class _Fleet(Fleet):
         return STILL if self.starts <= self.stuck else [*SERVES, str(port)]
 
 
-def _fleet(said: list[str], *, ready_s: float = WAIT_S) -> _Fleet:
+class _Knows:
+    """A watch that tells the two commands apart."""
+
+    def __init__(self, child: Child) -> None:
+        self.child = child
+
+    def stands_still(self) -> bool:
+        return self.child.command == tuple(STILL)
+
+
+def _fleet(said: list[str]) -> _Fleet:
     plans = (ReplicaPlan("A", 0, connected=False),)
-    return _Fleet(FleetSettings(model=Path("none"), replicas=plans, ready_s=ready_s), say=said.append)
+    return _Fleet(FleetSettings(model=Path("none"), replicas=plans, ready_s=WAIT_S), say=said.append)
 
 
 def test_a_silent_process_without_work_stands_still_when_the_time_is_over(tmp_path: Path) -> None:
@@ -103,8 +114,7 @@ def test_the_log_says_where_it_stood(tmp_path: Path) -> None:
 
 
 def test_a_replica_whose_start_stands_still_is_started_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standstill, "STILL_S", 0.0)
-    monkeypatch.setattr(standstill, "LOOK_S", 0.0)
+    monkeypatch.setattr(fleet_module, "Watch", _Knows)
     said: list[str] = []
     with _fleet(said) as fleet:
         fleet.start_replicas(["A"])
@@ -113,13 +123,12 @@ def test_a_replica_whose_start_stands_still_is_started_once_more(monkeypatch: py
     assert any("stood still in its start" in line for line in said)
 
 
-def test_a_second_standstill_is_waited_for_and_then_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standstill, "STILL_S", 0.0)
-    monkeypatch.setattr(standstill, "LOOK_S", 0.0)
+def test_a_second_standstill_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "Watch", _Knows)
     said: list[str] = []
-    with _fleet(said, ready_s=1.0) as fleet:
+    with _fleet(said) as fleet:
         fleet.stuck = 2
-        with pytest.raises(RetryError, match="replica A did not happen"):
+        with pytest.raises(RetryError, match="replica A stood still in its start twice"):
             fleet.start_replicas(["A"])
         log = (fleet.directory / "replica-A.log").read_text()
         fleet.keep_directory = False

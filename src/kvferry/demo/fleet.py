@@ -27,7 +27,7 @@ from kvferry.tiers.valkey.stream import Until
 from kvferry.tiers.valkey.url import ValkeyUrl, parse_url
 
 SERVED_NAME = "demo"
-ENGINE_READY_S = 240.0
+ENGINE_READY_S = 600.0  # one that stands still is noticed long before
 NODE_READY_S = 20.0
 VALKEY_READY_S = 10.0
 HEALTH_POLL_S = 0.25
@@ -333,16 +333,20 @@ class Fleet:
         """
         children = [child for child, _ in started.replicas.values()]
         watches = {name: Watch(child) for name, (child, _) in started.replicas.items()}
+        again: set[str] = set()
 
         def answers(name: str) -> bool:
-            for other, watch in list(watches.items()):
+            for other, watch in watches.items():
                 if watch.stands_still() and not started.replicas[other][1].healthy():
-                    del watches[other]  # once: a second time it is waited for
+                    if other in again:
+                        raise RetryError(f"replica {other} stood still in its start twice; {watch.child.log}")
+                    again.add(other)
                     note_and_end(watch.child)
                     self._children.stop(watch.child)
                     self._say(f"replica {other} stood still in its start; see {watch.child.log}")
                     started.replicas.update(self.launch_replicas([other]).replicas)
                     children[:] = [child for child, _ in started.replicas.values()]
+                    watches[other] = Watch(started.replicas[other][0])
             return started.replicas[name][1].healthy()
 
         for name in started.replicas:
