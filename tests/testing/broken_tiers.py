@@ -244,6 +244,15 @@ class RemovesNothing(MemoryTier):
         pass
 
 
+class RemovesWhatIsNotThere(MemoryTier):
+    """By its account, every time it is asked."""
+
+    def remove(
+        self, refs: Sequence[PartRef], *, done: Callable[[Sequence[Outcome]], None] | None = None
+    ) -> None:
+        super().remove(refs, done=done and (lambda found: done([Outcome.OK for _ in found])))
+
+
 class WritesOnAMiss(MemoryTier):
     """Clears memory before it knows whether there is anything to put into it."""
 

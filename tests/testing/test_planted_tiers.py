@@ -24,6 +24,7 @@ PLANTED: list[tuple[type[MemoryTier], str, str]] = [
     (broken.MixesUpAProbe, "test_a_probe_tells_present_from_absent_in_order", "wrong answers"),
     (broken.OverwritesWhatIsThere, "test_storing_what_is_there_is_ok", "bytes changed"),
     (broken.RemovesNothing, "test_a_removed_part_is_a_miss", "never happened .*removal"),
+    (broken.RemovesWhatIsNotThere, "test_a_removal_tells_what_was_there", "removing told"),
     (broken.PublishesHalf, "test_while_a_part_is_being_stored_nobody_sees_half_of_it", "half of it"),
     (broken.DropsCompletions, "test_every_item_is_reported_exactly_once", r"items \[13\] of 21 were not"),
     (broken.ReportsTwice, "test_every_item_is_reported_exactly_once", "more than once"),
