@@ -7,6 +7,7 @@ import pytest
 
 from kvferry.cli.main import main
 from kvferry.testing.tier_contract import fetch_all, some_bytes, some_ref, store_all
+from kvferry.tiers.awaited import UnansweredError
 from kvferry.tiers.contract import Outcome
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.tier import ValkeyTier
@@ -40,6 +41,14 @@ class Refusing:
         assert PASSWORD not in err
         assert not self._path.exists()
         return err
+
+
+def unanswered(url: str, password: str) -> str:
+    """Why a server at this URL gives no good answer now; there may be one later."""
+    with pytest.raises(UnansweredError) as found:
+        ValkeyTier.connect(ValkeySettings(parse_url(url, password=password)))
+    assert password not in str(found.value)
+    return str(found.value)
 
 
 def works(url: str, password: str | None = None) -> None:
