@@ -4,6 +4,7 @@ Random drafts are hardly ever accepted. What is checked is that nothing of them 
 blocks hold the computed bytes again, and that as much is reused as with a hit of the engine's own.
 """
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from tests.engines.vllm_engines import Engine, NodeProcess, make_models
 from tests.engines.vllm_life import MODELS, life_engine
-from tests.engines.vllm_requests import BLOCK, prompt, until_cached
+from tests.engines.vllm_requests import BLOCK, REUSE_S, prompt, until_cached
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -56,7 +57,7 @@ def engine(
 
 def test_a_load_gives_what_an_own_hit_gives_drafts_included(engine: Engine) -> None:
     asked = prompt(1, 700)
-    engine.generate(asked)
+    _generate_and_store(engine, asked)
     own = engine.generate(asked, params={"max_tokens": 40})
     computed = engine.digests()
     engine.reset()
@@ -71,9 +72,25 @@ def test_a_load_gives_what_an_own_hit_gives_drafts_included(engine: Engine) -> N
 
 def test_answers_whose_drafts_were_refused_are_stored_as_answered(engine: Engine) -> None:
     asked = prompt(2, 200)
-    answer = engine.generate(asked, params={"max_tokens": 250})["tokens"]
+    answer = _generate_and_store(engine, asked, params={"max_tokens": 250})["tokens"]
     turn = [*asked, *answer, *prompt(3, 50)]
     own = engine.generate(turn)
     engine.reset()
     engine.ask("scrub")
     assert until_cached(engine, turn, own["cached"])["tokens"] == own["tokens"]
+
+
+def _generate_and_store(engine: Engine, asked: list[int], **options: Any) -> dict[str, Any]:
+    """And see the last chunk stored: an own hit, which stops a block early, may be lengthened by a load."""
+    before = _stored_chunks(engine)
+    found = engine.generate(asked, **options)
+    chunks = (len(asked) + len(found["tokens"])) // BLOCK
+    give_up = time.monotonic() + REUSE_S
+    while _stored_chunks(engine) < before + chunks:
+        assert time.monotonic() < give_up
+        engine.generate(prompt(4, 10))  # counts come with a step
+    return found
+
+
+def _stored_chunks(engine: Engine) -> int:
+    return int(engine.ask("metrics").get("vllm:kvferry_stored_chunks", 0))
