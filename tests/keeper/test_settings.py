@@ -109,6 +109,11 @@ def test_a_name_of_a_nodes_setting_is_refused_with_what_there_is() -> None:
         load_keeper_settings(WHOLE, environ={"KVFERRY_POOL": "1GiB"})
 
 
+def test_where_commands_find_a_node_is_no_business_of_a_keeper() -> None:
+    given = {"KVFERRY_SOCKET": "/run/kvferry/node.sock"}
+    assert load_keeper_settings(WHOLE, environ=given) == load_keeper_settings(WHOLE, environ={})
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [

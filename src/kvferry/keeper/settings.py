@@ -156,7 +156,11 @@ def load_keeper_settings(
     Raises MisconfiguredError: one line with the name, the value and what to do.
     """
     texts = gathered(
-        KEEPER_SETTINGS, flags or {}, environ=environ, config_path=config_path, others=OTHER_ENVIRONMENT
+        KEEPER_SETTINGS,
+        flags or {},
+        environ=environ,
+        config_path=config_path,
+        others=(*OTHER_ENVIRONMENT, "SOCKET"),  # of the node, for the commands of the same shell
     )
     values = parsed(KEEPER_SETTINGS, texts)
     password = values.pop("valkey_password", None)
