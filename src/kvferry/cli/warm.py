@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 MAX_CONCURRENCY = 256
 MAX_TIMEOUT_S = 86_400
 VALKEY, MEMORY = "valkey", "memory"
+NOTHING_USED = (
+    "nothing to bring up: keepers count uses from their own start, and know of none in that time, or not one "
+    "part fits --max"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -212,7 +216,7 @@ def _tell(args: argparse.Namespace, refs: "list[PartRef]", steps: "list[Step]", 
         return
     print(f"{count(len(refs))} parts, {format_size(total)}")
     if not refs:
-        print("nothing to bring up: nobody used anything in that time" if args.most_reused else "")
+        print(NOTHING_USED if args.most_reused else "")
         return
     rows = [
         [
