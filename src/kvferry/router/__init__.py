@@ -1,0 +1,1 @@
+"""The router: which worker a request goes to, decided purely (here) and carried out (``router.http``)."""
