@@ -188,6 +188,24 @@ def test_all_without_a_node_is_not_all(fleet: Fleet, capsys: pytest.CaptureFixtu
     assert fleet.where(chunks) == {Where.ABSENT}
 
 
+def test_all_without_keepers_is_not_all(fleet: Fleet, capsys: pytest.CaptureFixture[str]) -> None:
+    """What can be reached is dropped, and what cannot is told, for people and programs."""
+    chunks = fleet.keep("cmpl-kept")
+    asked = ["drop", "all", "--keepers", "127.0.0.1:1", "--socket", str(fleet.socket)]
+    assert main([*asked, "--json"]) == 1
+    out, err = capsys.readouterr()
+    said = {each["tier"]: each for each in json.loads(out)["from"]}
+    assert said["memory"]["dropped_parts"] == CHUNKS
+    assert "keeper 127.0.0.1:1: " in said["all"]["error"]
+    assert "kvferry: all of the keepers: untouched, for keeper 127.0.0.1:1: " in err
+    assert set(said) == {"memory", "all"}
+    assert fleet.in_valkey(chunks) == CHUNKS
+    assert main([*asked, "--json", "--valkey", str(fleet.server.settings().url)]) == 1
+    said = {each["tier"]: each for each in json.loads(capsys.readouterr().out)["from"]}
+    assert said["valkey"]["dropped_parts"] == CHUNKS
+    assert fleet.in_valkey(chunks) == 0
+
+
 def test_a_drop_that_dies_between_two_tiers_blocks_nothing(fleet: Fleet) -> None:
     """Only as long as its connection lasts nothing of the namespace is kept."""
     refs = fleet.refs(fleet.keep("cmpl-died"))

@@ -14,7 +14,7 @@ from kvferry.cli.address import asked
 from kvferry.cli.keepers import are_named, fleet, keeper_addresses
 from kvferry.cli.prompt import Prompt, prompt_of
 from kvferry.config import NODE_SETTINGS, parse_valkey
-from kvferry.errors import KvferryError, MisconfiguredError, RefusedError, RetryError
+from kvferry.errors import ClosedError, KvferryError, MisconfiguredError, RefusedError, RetryError
 from kvferry.identity.names import DOMAIN_TAG_BYTES, NAMESPACE_BYTES
 from kvferry.sources import gathered, parsed
 
@@ -73,18 +73,23 @@ class Droppers:
         self._digits = namespace
         self._request = request
         self._older_than_s = older_than_s
+        self._named = True
         self._away = ""  # why there is no node
+        self._unasked = ""  # why there are no keepers, though some are named
 
     def drop(self, tiers: Sequence[str], *, named: bool = False) -> list[Gone]:
         """From these, as far as they are there. named: the one that was asked for must be.
 
         Of several, in this order and once more: what was on its way from one to another is caught then. What
-        no node was there to drop from memory is an error of its own.
+        no node was there to drop from memory, or no keeper from what is behind it, is an error of its own.
         """
+        self._named = named
         if named:
             return [gone for tier in tiers for gone in self._drop(tier)]
         there = [tier for tier in tiers if self._has(tier)]
         if not there:
+            if self._unasked:
+                raise ClosedError(self._unasked)
             raise RefusedError("there is no tier to drop from; start the node, or name --keepers or --valkey")
         try:
             gone = [gone for tier in there for gone in self._drop(tier)]
@@ -94,6 +99,8 @@ class Droppers:
             unheard = self._ended()
         if MEMORY in tiers and not self._reachable:
             gone.append(Gone(MEMORY, "this node", error=f"untouched, for {self._away}; {_NO_MEMORY}"))
+        if self._unasked:
+            gone.append(Gone(ALL, "the keepers", error=f"untouched, for {self._unasked}"))
         failed = {each.where for each in gone if each.error}
         return _together(gone) + [each for each in unheard if each.where not in failed]
 
@@ -129,7 +136,13 @@ class Droppers:
         of_node = ""
         if not are_named(self._args) and self._reachable:
             of_node = keeper_addresses(self._status)
-        keepers = fleet(self._args, of_node=of_node)
+        try:
+            keepers = fleet(self._args, of_node=of_node)
+        except (ClosedError, RetryError) as error:
+            if self._named:
+                raise
+            self._unasked = str(error)
+            return None
         return self._stack.enter_context(keepers) if keepers is not None else None
 
     @cached_property
@@ -153,8 +166,11 @@ class Droppers:
     def _has(self, tier: str) -> bool:
         if tier == MEMORY:
             return self._reachable
-        if tier == VALKEY and (self._args.valkey is not None or self._behind == VALKEY):
+        if tier == VALKEY and self._args.valkey is not None:
             return True
+        if tier == VALKEY and self._behind == VALKEY:
+            alone = self._fleet is None and bool(self._unasked)
+            return not alone or self._request is not None or URL_VARIABLE in os.environ
         return tier in self._kept or tier == self._behind == DISK
 
     # -- dropping ------------------------------------------------------------------------------------
