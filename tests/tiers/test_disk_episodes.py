@@ -14,7 +14,7 @@ from tests.tiers.disks import DiskStore, found_right
 
 from kvferry.testing.expectations import eventually
 from kvferry.testing.tier_calls import fetch_all, probe_all, some_bytes, some_ref, store_all
-from kvferry.tiers.contract import Outcome
+from kvferry.tiers.contract import Dropped, Outcome
 from kvferry.tiers.disk import books, threads
 from kvferry.tiers.disk.settings import DiskSettings
 from kvferry.tiers.disk.tier import DiskTier
@@ -145,6 +145,23 @@ def test_a_directory_that_was_away_for_a_while_is_used_again_when_it_is_back(
     eventually(lambda: len(caplog.messages) == 2, "that it is told")
     assert "deleted or unmounted" in caplog.messages[0]
     assert caplog.messages[1].endswith("works again")
+
+
+def test_a_drop_from_a_directory_that_is_gone_is_refused_and_not_waited_for(
+    store: DiskStore, tier: DiskTier
+) -> None:
+    """A drop that nothing ends is LATE, after a minute; the tier knows better."""
+    assert stored(tier, range(6)) == {Outcome.OK}
+    directory = store.settings.directory
+    directory.rename(directory.parent / "elsewhere")
+    state_is(tier, "down")
+    said: list[Dropped] = []
+    tier.drop(done=said.append)
+    eventually(lambda: bool(said), "it is told")
+    assert said[0].outcome is Outcome.REFUSED
+    (directory.parent / "elsewhere").rename(directory)
+    state_is(tier, "up")
+    assert probe_all(tier, [some_ref(PART, n) for n in range(6)]) == [Outcome.MISS] * 6
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 2 * EPISODE_S), st.sampled_from([*Trouble, None])), max_size=60))

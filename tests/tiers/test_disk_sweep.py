@@ -1,7 +1,7 @@
 """Drops of the disk's log that are taken out little by little, whatever else is done between two looks."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.runs import runs
 from tests.tiers.disk_log import BYTES, NAMESPACES, REFS, Disk
@@ -105,6 +105,7 @@ class Dropping:
 
 
 @given(OPERATIONS, st.sampled_from([1, 2, 3, 5, 100]), st.integers(1, 4))
+@example([("store", 0), ("begin", 1), *[("store", 0)] * 4, ("drop what is old", 0), ("sweep", 0)], 2, 1)
 @settings(deadline=None, max_examples=runs(80))
 def test_what_is_dropped_is_gone_from_the_call_on_for_good_and_nothing_else_is(
     operations: list[tuple[str, int]], max_parts: int, parts_at_once: int

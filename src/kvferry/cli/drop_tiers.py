@@ -207,6 +207,7 @@ class Droppers:
         if self._fleet is None:
             return []
         from kvferry.keeper.wire import DropTier
+        from kvferry.tiers.contract import Dropped, Outcome
 
         answers = self._fleet.drop(
             DropTier(tier),
@@ -215,13 +216,15 @@ class Droppers:
             refs=() if self._prompt is None else self._prompt.all_refs(),
             alone=self._args.tier == tier,
         )
+        bad = [each for each in answers.values() if isinstance(each, Dropped) and each.outcome is not Outcome.OK]
+        known = self._fleet.troubles(tier) if bad else {}
         gone = [Gone(tier, "keepers", error=error) for error in self._fleet.errors]
         for name, dropped in answers.items():
             where = f"keeper {name}"
             if isinstance(dropped, KvferryError):
                 gone.append(Gone(tier, where, error=str(dropped)))
             else:
-                error = _complaint(dropped.outcome.value)
+                error = _complaint(dropped.outcome.value, known.get(name, ""))
                 gone.append(Gone(tier, where, dropped.parts, dropped.nbytes, error))
         return gone
 
@@ -296,8 +299,12 @@ def known_namespace(status: dict[str, Any], beginning: str) -> str:
     return found[0]
 
 
-def _complaint(outcome: str) -> str:
-    return "" if outcome == OK else f"not all of it is gone for good ({outcome}); repeat the command"
+def _complaint(outcome: str, reason: str = "") -> str:
+    """reason: where it is known."""
+    if outcome == OK:
+        return ""
+    again = "mend that, and repeat the command" if reason else "repeat the command"
+    return f"not all of it is gone for good ({reason or outcome}); {again}"
 
 
 def _together(gone: Sequence[Gone]) -> list[Gone]:

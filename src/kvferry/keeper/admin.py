@@ -386,6 +386,15 @@ class Fleet:
                     found |= {str(tier["name"]) for tier in status["keeper"]["tiers"]}
         return frozenset(found)
 
+    def troubles(self, tier: str) -> dict[str, str]:
+        """What is wrong with that tier now, by keeper; of those that know."""
+        found: dict[str, str] = {}
+        for name, status in self._each(lambda keeper: keeper.status()).items():
+            if isinstance(status, dict):
+                with suppress(KeyError, TypeError):
+                    found |= {name: str(one["reason"]) for one in status["troubles"] if one["tier"] == tier}
+        return found
+
     def _each(self, ask: Callable[[KeeperAdmin], T]) -> dict[str, T | KvferryError]:
         """What each says, or why it does not."""
 

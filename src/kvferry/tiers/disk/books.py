@@ -35,6 +35,8 @@ FULL_S = 1.0
 """So long nothing is written, or the file system not asked for another segment, after it said it is full."""
 DROP_S = 60.0
 """After so long a drop that is not wholly written down is LATE."""
+LEFT_OUT_S = 2.0
+"""So long a drop waits for a disk that is left out: it would be REFUSED in the end."""
 SWEEP_REST_S = 0.001
 """Between two looks at what a drop is about, so that others have the lock."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -222,7 +224,8 @@ class Books:
         """See ``SegmentLog.drop``. Under the lock."""
         if self.marks.may_drop:
             sweep = self.log.drop(namespace, latest)
-            self.marks.add_drop(Drop(sweep, time.monotonic() + DROP_S, done))
+            wait_s = LEFT_OUT_S if self.breaker.is_open else DROP_S
+            self.marks.add_drop(Drop(sweep, time.monotonic() + wait_s, done))
             self.clock.notify()
         else:
             self.tell(partial(done, Dropped(0, 0, Outcome.REFUSED)))
@@ -269,8 +272,10 @@ class Books:
         if self.breaker.failed(weight, now):
             for item in self.reads.take_all() + self.writes.take_all():
                 self.tell(self.ending(item, Outcome.REFUSED, Cause.BREAKER_OPEN))
+            self.marks.hurry(now + LEFT_OUT_S)
             self._say(self._episodes.left_out(error, now))
             self.janitor.notify()
+            self.clock.notify()
         elif not self.breaker.is_open:
             self._say(self._episodes.met(Trouble.UNREADABLE, error, now))
 
@@ -323,7 +328,8 @@ class Books:
         """Of what waited in vain. Under the lock."""
         items = self.reads.take_over(now) + self.writes.take_over(now)
         reports = [self.ending(item, Outcome.LATE, Cause.LATE) for item in items]
-        return reports + self.marks.overdue(now)
+        outcome = Outcome.REFUSED if self.breaker.is_open else Outcome.LATE
+        return reports + self.marks.overdue(now, outcome)
 
     def next_due(self, now: float) -> float:
         """When the clock thread looks again: at the next deadline, and often while the disk is at work.

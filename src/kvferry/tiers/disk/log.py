@@ -138,6 +138,7 @@ class SegmentLog:
         old = before.place if before is not None else None
         self.records[ref] = Record(place, reservation.used_at, old=old)
         segment.refs.add(ref)
+        self._found_or_taken_out(ref)  # a drop of what is old may have looked here before
         return []
 
     def abandon(self, reservation: Reservation, *, again: bool) -> None:

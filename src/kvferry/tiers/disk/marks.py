@@ -115,10 +115,15 @@ class Marks:
                 drop.erasing.discard((number, generation))
         self._tell_drops()
 
-    def overdue(self, now: float) -> list[Report]:
-        """Of those who waited too long: it will be written, but nobody is told."""
+    def hurry(self, deadline: float) -> None:
+        """Nobody who drops waits for longer."""
+        for drop in self._drops:
+            drop.deadline = min(drop.deadline, deadline)
+
+    def overdue(self, now: float, outcome: Outcome) -> list[Report]:
+        """Of those who waited too long, and are told that outcome: it will be written, but nobody hears."""
         waiting = [each for each in self._waiting() if each.awaited and now >= each.deadline]
-        return [partial(each.end, Outcome.LATE) for each in waiting]
+        return [partial(each.end, outcome) for each in waiting]
 
     def next_deadline(self) -> float:
         """Monotonic seconds; infinite when nobody waits."""
