@@ -206,3 +206,17 @@ def test_namesakes_are_told_of_in_both_statuses(
         of_keepers = " ".join(capsys.readouterr().out.split())
     for text in (of_node, of_keepers):
         assert f"2 keepers are called 'twin': {fleet.named.replace(',', ', ')}; give each a --name" in text
+
+
+def test_a_disk_that_cannot_be_dropped_from_says_why(fleet: Fleet, run: Run, tmp_path: Path) -> None:
+    """As the status of its keeper has it."""
+    fleet.keep("gone")
+    (tmp_path / "disk0").rename(tmp_path / "elsewhere")
+    disk = fleet.processes[0].statistics
+    eventually(lambda: "down" in [t.state for t in disk().keeper.tiers if t.name == "disk"], "it is noticed")
+    said = run("drop", "disk", code=1)
+    errors = {each["where"]: each["error"] for each in said["from"]}
+    assert errors["keeper two"] == ""
+    assert "No such file or directory" in errors["keeper one"]
+    assert "mend that, and repeat the command" in errors["keeper one"]
+    assert said["dropped_parts"] == CHUNKS

@@ -216,7 +216,7 @@ class Droppers:
             refs=() if self._prompt is None else self._prompt.all_refs(),
             alone=self._args.tier == tier,
         )
-        bad = [each for each in answers.values() if isinstance(each, Dropped) and each.outcome is not Outcome.OK]
+        bad = any(isinstance(each, Dropped) and each.outcome is not Outcome.OK for each in answers.values())
         known = self._fleet.troubles(tier) if bad else {}
         gone = [Gone(tier, "keepers", error=error) for error in self._fleet.errors]
         for name, dropped in answers.items():

@@ -392,7 +392,8 @@ class Fleet:
         for name, status in self._each(lambda keeper: keeper.status()).items():
             if isinstance(status, dict):
                 with suppress(KeyError, TypeError):
-                    found |= {name: str(one["reason"]) for one in status["troubles"] if one["tier"] == tier}
+                    reasons = [str(one["reason"]) for one in status["troubles"] if one["tier"] == tier]
+                    found[name] = "; ".join(reasons)
         return found
 
     def _each(self, ask: Callable[[KeeperAdmin], T]) -> dict[str, T | KvferryError]:
