@@ -6,7 +6,8 @@ from contextlib import ExitStack
 import pytest
 from tests.keeper.fleet import FakeKeeping, started
 
-from kvferry.keeper import peer, server
+from kvferry import listening
+from kvferry.keeper import peer
 from kvferry.keeper.access import KeeperAccess
 from kvferry.keeper.client import Keepers
 from kvferry.keeper.server import Admission, Server
@@ -23,7 +24,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CONNECT_S", "GREETING_S", "PATIENCE_S"):
         monkeypatch.setattr(peer, name, 60.0)
     monkeypatch.setattr(peer, "IDLE_S", 600.0)
-    monkeypatch.setattr(server, "HELLO_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(listening, "HELLO_TIMEOUT_S", 60.0)
 
 
 @pytest.fixture

@@ -15,9 +15,10 @@ from tests.keeper.conftest import Serve
 from tests.keeper.fleet import ANY_PORT, FakeKeeping, some_refs
 from tests.keeper.raw import ADMIN, HELLO, RawPeer
 
+from kvferry import link, listening
 from kvferry.errors import MisconfiguredError
 from kvferry.frames import LENGTH
-from kvferry.keeper import link, requests, server
+from kvferry.keeper import requests, server
 from kvferry.keeper.framing import encode
 from kvferry.keeper.server import Admission, Server
 from kvferry.keeper.wire import (
@@ -289,7 +290,7 @@ def test_a_frame_beyond_the_limit_is_refused_by_its_length(
 def test_a_hello_that_trickles_has_no_more_time_than_silence(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "HELLO_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(listening, "HELLO_TIMEOUT_S", 0.2)
     keeper = serve(FakeKeeping())
     ended = threading.Event()
     with RawPeer(keeper.address, None) as peer:
@@ -307,14 +308,14 @@ def test_a_hello_that_trickles_has_no_more_time_than_silence(
         ended.set()
         thread.join()
     eventually(lambda: _refused(keeper, "no-hello") == 1, "counted")
-    monkeypatch.setattr(server, "HELLO_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(listening, "HELLO_TIMEOUT_S", 60.0)
     _well(keeper)
 
 
 def test_strangers_make_room_for_each_other_and_not_for_nodes(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, stack: ExitStack
 ) -> None:
-    monkeypatch.setattr(server, "MAX_STRANGERS", 4)
+    monkeypatch.setattr(listening, "MAX_STRANGERS", 4)
     keeper = serve(FakeKeeping())
     node = stack.enter_context(RawPeer(keeper.address))
     node.receive()
@@ -328,7 +329,7 @@ def test_strangers_make_room_for_each_other_and_not_for_nodes(
 def test_there_are_only_so_many_connections(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, stack: ExitStack
 ) -> None:
-    monkeypatch.setattr(server, "MAX_CONNECTIONS", 3)
+    monkeypatch.setattr(listening, "MAX_CONNECTIONS", 3)
     keeper = serve(FakeKeeping())
     for _ in range(3):
         assert isinstance(stack.enter_context(RawPeer(keeper.address)).receive(), Welcome)
@@ -350,7 +351,7 @@ def test_a_peer_that_never_reads_is_cut_off(stack: ExitStack, monkeypatch: pytes
 
 
 def test_what_all_connections_hold_is_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MAX_HELD_BYTES", 1 << 20)
+    monkeypatch.setattr(listening, "MAX_HELD_BYTES", 1 << 20)
     keeper = serve(FakeKeeping())
     with RawPeer(keeper.address) as small, RawPeer(keeper.address) as large:
         for peer, nbytes in ((small, 1 << 16), (large, 3 << 20)):

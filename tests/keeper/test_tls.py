@@ -12,8 +12,8 @@ from tests.keeper.fleet import Answers, FakeKeeping, some_refs
 from tests.keeper.raw import RawPeer
 from tests.tiers.authority import Authority, Issued
 
+from kvferry import listening
 from kvferry.errors import KvferryError, MisconfiguredError
-from kvferry.keeper import server
 from kvferry.keeper.access import KeeperAccess
 from kvferry.keeper.admin import KeeperAdmin
 from kvferry.keeper.server import Admission
@@ -178,7 +178,7 @@ def test_a_command_says_which_end_lacks_what(
 def test_a_handshake_that_never_ends_has_no_more_time_than_a_hello(
     fleet: Fleet, serve: Serve, connect: Connect, monkeypatch: pytest.MonkeyPatch, stack: ExitStack
 ) -> None:
-    monkeypatch.setattr(server, "HELLO_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(listening, "HELLO_TIMEOUT_S", 0.2)
     keeper = serve(FakeKeeping(), fleet.admission())
     silent = stack.enter_context(socket.create_connection(keeper.address, timeout=60.0))
     half = stack.enter_context(socket.create_connection(keeper.address, timeout=60.0))
@@ -186,7 +186,7 @@ def test_a_handshake_that_never_ends_has_no_more_time_than_a_hello(
     assert silent.recv(100) == b""
     assert half.recv(100) == b""
     eventually(lambda: keeper.statistics().refused == {"no-hello": 2}, "counted")
-    monkeypatch.setattr(server, "HELLO_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(listening, "HELLO_TIMEOUT_S", 60.0)
     connect([keeper.address], access=fleet.access())
 
 

@@ -4,7 +4,26 @@ import msgspec
 
 from kvferry import __version__
 from kvferry.frames import Speaker, decode_payload, encode_frame, other_protocol
-from kvferry.keeper.wire import MAX_FRAME_BYTES, PROTOCOL, FromKeeper, Message, ToKeeper
+from kvferry.keeper.wire import (
+    MAX_FRAME_BYTES,
+    MAX_HELLO_BYTES,
+    PROTOCOL,
+    FromKeeper,
+    Message,
+    Refusal,
+    ToKeeper,
+)
+from kvferry.link import Speech
+
+SPEECH = Speech(
+    max_hello_bytes=MAX_HELLO_BYTES,
+    max_frame_bytes=MAX_FRAME_BYTES,
+    wants_tls=Refusal(
+        message="this keeper talks TLS, and what came was plain: give keeper_tls_ca, a file with the "
+        "authority of the keeper's certificate",
+        version=__version__,
+    ),
+)
 
 _to_keeper: msgspec.msgpack.Decoder[ToKeeper] = msgspec.msgpack.Decoder(ToKeeper)
 _from_keeper: msgspec.msgpack.Decoder[FromKeeper] = msgspec.msgpack.Decoder(FromKeeper)

@@ -26,10 +26,10 @@ from typing import Protocol
 from kvferry.errors import KvferryError, MisconfiguredError, RefusedError
 from kvferry.frames import refusal_text
 from kvferry.keeper.answering import Answering
-from kvferry.keeper.framing import decode_from_keeper
-from kvferry.keeper.link import Link
+from kvferry.keeper.framing import SPEECH, decode_from_keeper
 from kvferry.keeper.tls import explained
 from kvferry.keeper.wire import FromKeeper, Hello, Message, Ping, Pong, Welcome
+from kvferry.link import Link
 from kvferry.loop import Loop, Timer
 from kvferry.tiers.breaker import SILENCE, Breaker
 from kvferry.tiers.valkey.resolve import connect
@@ -270,7 +270,7 @@ class Peer:
             self._complain(f"{self.address}: {error}")
             self._failed(self._loop.clock())
             return
-        self._link = Link(sock, loop=self._loop, owner=self)
+        self._link = Link(sock, loop=self._loop, owner=self, speech=SPEECH)
         self._greeting = self._loop.at(self._loop.clock() + GREETING_S, partial(self._late, self._link))
         self._link.start()
 

@@ -3,42 +3,27 @@
 One loop has them all. The work is ``Keeping``'s, whose threads only post what became of it.
 """
 
-import errno
 import hmac
-import logging
-import selectors
 import socket
 import ssl
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from kvferry import __version__
-from kvferry.errors import KvferryError, MisconfiguredError, RefusedError
+from kvferry.errors import RefusedError
 from kvferry.identity.header import KEY_ID_BYTES
-from kvferry.keeper.framing import decode_to_keeper, hello_mismatch
-from kvferry.keeper.link import Link
+from kvferry.keeper.framing import SPEECH, decode_to_keeper, hello_mismatch
 from kvferry.keeper.requests import Keeping, Requests
 from kvferry.keeper.wire import PROTOCOL, Hello, Refusal, Role, Welcome
-from kvferry.loop import Loop, Timer
+from kvferry.listening import Guest, Listener
+from kvferry.loop import Loop
 from kvferry.tiers.valkey.url import Address
 
-MAX_CONNECTIONS = 1024
-MAX_STRANGERS = 64
-"""Connections without a hello yet: one more, and the oldest makes room. A node says hello at once."""
-MAX_HELD_BYTES = 256 << 20
-"""Of all connections together, half-received and unsent: beyond it, the one that holds most is cut off."""
-HELLO_TIMEOUT_S = 5.0
-"""From accepting to hello, the handshake of TLS included."""
-BACKLOG = 128
 JOIN_S = 10.0
-KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
-"""Seconds and probes: after so long the connection of a host that is gone ends."""
-
-log = logging.getLogger("kvferry.keeper")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +81,15 @@ class Admission:
         return ""
 
 
-class Connection:
+class Connection(Guest):
     """One peer. Everything here runs on the loop's thread."""
 
-    def __init__(self, sock: socket.socket, peer: str, *, number: int, server: "Server") -> None:
-        self.number = number
-        self.peer = peer
+    def __init__(
+        self, sock: socket.socket, peer: str, *, number: int, listener: Listener, server: "Server"
+    ) -> None:
         self.hello: Hello | None = None  # set once accepted
         self._server = server
-        self.link = Link(sock, loop=server.loop, owner=self)
+        super().__init__(sock, peer, number=number, listener=listener)
         self.requests = Requests(
             self.link.send,
             keeping=server.keeping,
@@ -112,42 +97,9 @@ class Connection:
             status=server.status,
             slowly=server.slowly,
         )
-        self._timer: Timer = server.loop.at(server.loop.clock() + HELLO_TIMEOUT_S, self._hello_late)
 
-    def opened(self, link: Link) -> None:
-        """See ``link.LinkOwner``."""
-
-    def payload(self, link: Link, payload: bytes) -> None:
-        """See ``link.LinkOwner``."""
-        if self.hello is None:
-            self._accept(payload)
-        else:
-            self.requests.message(decode_to_keeper(payload), self.hello.role)
-
-    def held(self, more_bytes: int) -> None:
-        """See ``link.LinkOwner``."""
-        self._server.hold(more_bytes)
-
-    def broken(self, link: Link, error: KvferryError) -> None:
-        """See ``link.LinkOwner``."""
-        self.refuse(str(error), "refused" if isinstance(error, RefusedError) else "broken-rule")
-
-    def lost(self, link: Link, cause: str, error: OSError | None) -> None:
-        """See ``link.LinkOwner``."""
-        if cause == "tls" and error is not None:
-            log.info("no TLS with %s: %s", self.peer, getattr(error, "reason", None) or error)
-        self._timer.cancel()
-        self.requests.close()
-        self._server.forget(self, cause)
-
-    def refuse(self, message: str, cause: str) -> None:
-        """Tell the peer why, in one line, and close."""
-        self.link.end(Refusal(message=message, version=__version__), cause)
-
-    def _hello_late(self) -> None:
-        self.refuse(f"no hello within {HELLO_TIMEOUT_S:.0f} s", "no-hello")
-
-    def _accept(self, payload: bytes) -> None:
+    def greeted(self, payload: bytes) -> None:
+        """See ``listening.Guest``."""
         mismatch = hello_mismatch(payload)
         if mismatch is not None:
             self.refuse(mismatch, "version")
@@ -158,14 +110,22 @@ class Connection:
         objection = self._server.admission.objection(hello)
         if objection is not None:
             self.refuse(*objection)
-        elif len(self._server.connections) >= MAX_CONNECTIONS:
-            self._server.too_many(self)
-        else:
+        elif self.accept():
             self.hello = hello
-            self.link.trust()
-            self._timer.cancel()
-            self._server.accepted(self)
             self.link.send(Welcome(protocol=PROTOCOL, version=__version__, name=self._server.admission.name))
+
+    def said(self, payload: bytes) -> None:
+        """See ``listening.Guest``."""
+        if self.hello is not None:
+            self.requests.message(decode_to_keeper(payload), self.hello.role)
+
+    def gone(self) -> None:
+        """See ``listening.Guest``."""
+        self.requests.close()
+
+    def refusal(self, message: str) -> Refusal:
+        """See ``listening.Guest``."""
+        return Refusal(message=message, version=__version__)
 
 
 class Server:
@@ -184,23 +144,28 @@ class Server:
         self.keeping = keeping
         self.admission = admission
         self.status = status
-        self.connections: dict[int, Connection] = {}  # those that said a good hello
-        self._strangers: dict[int, Connection] = {}  # oldest first
-        self._refused: Counter[str] = Counter()
-        self._held_bytes = 0
-        self._numbers = 0
         self._closed = False
         self.loop = Loop(after_turn=lambda: None, clock=clock)
         try:
-            self._sock = _listening(listen)
+            self._listener = Listener(
+                listen,
+                loop=self.loop,
+                speech=SPEECH,
+                guest=partial(Connection, server=self),
+                name="keeper",
+                tls=admission.tls,
+            )
         except BaseException:
             self.loop.close()
             raise
-        host, port = self._sock.getsockname()[:2]
-        self.address = Address(host, port)
-        self.loop.watch(self._sock, selectors.EVENT_READ, self)
+        self.address = self._listener.address
         self._slow = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvferry-keeper-slow")
         self._thread = threading.Thread(target=self.loop.run, name="kvferry-keeper-server", daemon=True)
+
+    @property
+    def connections(self) -> list[Connection]:
+        """Those that said a good hello; from any thread."""
+        return [guest for guest in list(self._listener.guests.values()) if isinstance(guest, Connection)]
 
     def start(self) -> None:
         """Serve, on a thread of its own."""
@@ -233,115 +198,14 @@ class Server:
                 connection.hello.version,
                 len(connection.requests),
             )
-            for connection in list(self.connections.values())
+            for connection in self.connections
             if connection.hello is not None
         ]
-        return ServerStatistics(tuple(peers), dict(self._refused), self.loop.defects)
-
-    def ready(self, events: int) -> None:
-        """Accept one connection per call; the loop calls again while more wait."""
-        del events
-        try:
-            sock, peer = self._sock.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                self._refused["descriptors"] += 1
-                self._pause()
-            return
-        self._numbers += 1
-        shown = str(Address(*peer[:2]))
-        try:
-            sock = self._prepared(sock)
-        except OSError:
-            sock.close()
-            self._refused["gone"] += 1
-            return
-        connection = Connection(sock, shown, number=self._numbers, server=self)
-        self._strangers[connection.number] = connection
-        connection.link.start()
-        if len(self.connections) >= MAX_CONNECTIONS:
-            self.too_many(connection)
-        elif len(self._strangers) > MAX_STRANGERS:
-            oldest = next(iter(self._strangers.values()))
-            oldest.refuse(f"{MAX_STRANGERS} later connections wait to say hello", "crowded-out")
-
-    def crashed(self) -> None:
-        """See ``loop.Watcher``. A failed accept costs that connection alone."""
-
-    def too_many(self, connection: Connection) -> None:
-        """There is no room for this one."""
-        connection.refuse(f"this keeper has {MAX_CONNECTIONS} connections already", "too-many")
-
-    def hold(self, more_bytes: int) -> None:
-        """A connection holds so much more memory, or less. Cuts off who holds most when it is too much."""
-        self._held_bytes += more_bytes
-        if more_bytes > 0 and self._held_bytes > MAX_HELD_BYTES:
-            self.loop.post(self._shed)
-
-    def accepted(self, connection: Connection) -> None:
-        """A connection has said a good hello."""
-        self.connections[connection.number] = self._strangers.pop(connection.number)
-
-    def forget(self, connection: Connection, cause: str) -> None:
-        """A connection has closed."""
-        self.connections.pop(connection.number, None)
-        self._strangers.pop(connection.number, None)
-        if connection.hello is None or cause != "gone":
-            self._refused[cause] += 1
-
-    def _prepared(self, sock: socket.socket) -> socket.socket:
-        sock.settimeout(0.0)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEEPALIVE:
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        if self.admission.tls is None:
-            return sock
-        return self.admission.tls().wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-
-    def _shed(self) -> None:
-        if self._held_bytes > MAX_HELD_BYTES and self.connections:
-            max(self.connections.values(), key=lambda connection: connection.link.held_bytes).link.close(
-                "holds-most"
-            )
-
-    def _pause(self) -> None:
-        """Out of descriptors: a pending connection would wake the loop for ever. Look again later."""
-        self.loop.unwatch(self._sock)
-        self.loop.at(self.loop.clock() + 1.0, self._resume)
-
-    def _resume(self) -> None:
-        if not self._closed:
-            self.loop.watch(self._sock, selectors.EVENT_READ, self)
+        return ServerStatistics(tuple(peers), dict(self._listener.refused), self.loop.defects)
 
     def _end(self) -> None:
-        self.loop.unwatch(self._sock)
-        self._sock.close()
-        for connection in [*self.connections.values(), *self._strangers.values()]:
-            connection.link.close("gone")
+        self._listener.close()
         self.loop.stop()
-
-
-def _listening(listen: Address) -> socket.socket:
-    """Raises MisconfiguredError."""
-    family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        sock.bind((listen.host, listen.port))
-        sock.listen(BACKLOG)
-        sock.settimeout(0.0)
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise MisconfiguredError(
-                f"{listen.host} is no address of this machine; choose another --listen"
-            ) from error
-        why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used ({error.strerror})"
-        raise MisconfiguredError(f"{listen} {why}; choose another --listen") from error
-    return sock
 
 
 def _token_complaint(*, shown: bool, wanted: bool) -> str:

@@ -11,24 +11,36 @@ import contextlib
 import selectors
 import socket
 import ssl
+from dataclasses import dataclass
 from typing import Protocol
 
-from kvferry import __version__
+import msgspec
+
 from kvferry.errors import KvferryError
-from kvferry.frames import FrameBuffer
-from kvferry.keeper.framing import encode
-from kvferry.keeper.tls import speaks_plainly
-from kvferry.keeper.wire import MAX_FRAME_BYTES, MAX_HELLO_BYTES, Message, Refusal
+from kvferry.frames import FrameBuffer, encode_frame
 from kvferry.loop import Loop
+from kvferry.tls import speaks_plainly
 
 MAX_UNSENT_BYTES = 16 << 20
 READ_BYTES = 1 << 14  # larger ones leave the allocator's heap in pieces that add up
-WANTS_TLS = (
-    "this keeper talks TLS, and what came was plain: give keeper_tls_ca, a file with the authority of the "
-    "keeper's certificate"
-)
 SEND_BYTES = 1 << 18
 """At a time: what TLS encrypts is not to keep the loop from others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speech:
+    """What is spoken on a link. max_hello_bytes: of a frame before the peer is trusted.
+
+    wants_tls: the last words, where this end talks TLS, to one who came without.
+    """
+
+    max_hello_bytes: int
+    max_frame_bytes: int
+    wants_tls: msgspec.Struct | None = None
+
+    def encode(self, message: msgspec.Struct) -> bytes:
+        """A whole frame. Raises RefusedError when the message would be too large."""
+        return encode_frame(message, limit=self.max_frame_bytes)
 
 
 class LinkOwner(Protocol):
@@ -53,14 +65,15 @@ class LinkOwner(Protocol):
 class Link:
     """All on the loop's thread. The socket does not block, and is closed by this."""
 
-    def __init__(self, sock: socket.socket, *, loop: Loop, owner: LinkOwner) -> None:
+    def __init__(self, sock: socket.socket, *, loop: Loop, owner: LinkOwner, speech: Speech) -> None:
         """sock: an ``ssl.SSLSocket`` has its handshake before it."""
         self._sock = sock
         self._loop = loop
         self._owner = owner
+        self._speech = speech
         self._tls = sock if isinstance(sock, ssl.SSLSocket) else None
         self._shaking = self._tls is not None
-        self._frames = FrameBuffer(limit=MAX_HELLO_BYTES)
+        self._frames = FrameBuffer(limit=speech.max_hello_bytes)
         self._unsent = bytearray()
         self._read_wants_write = False
         self._closed = False
@@ -88,13 +101,23 @@ class Link:
 
     def trust(self) -> None:
         """The peer has shown who it is: whole frames from now on."""
-        self._frames.limit = MAX_FRAME_BYTES
+        self._frames.limit = self._speech.max_frame_bytes
 
-    def send(self, message: Message) -> None:
+    @property
+    def unsent_bytes(self) -> int:
+        """What waits for the peer to read."""
+        return len(self._unsent)
+
+    def send(self, message: msgspec.Struct) -> None:
         """Queue. A peer that does not read is cut off, not waited for. RefusedError: too large."""
+        if not self._closed:
+            self.send_frame(self._speech.encode(message))
+
+    def send_frame(self, frame: bytes) -> None:
+        """The same of a message that is a frame already, as one that goes to many."""
         if self._closed:
             return
-        self._unsent += encode(message)
+        self._unsent += frame
         if len(self._unsent) > MAX_UNSENT_BYTES:
             self.close("slow-reader")
             return
@@ -126,10 +149,10 @@ class Link:
         writing = bool(self._unsent) or self._read_wants_write
         self._watch(selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0))
 
-    def end(self, last: Message, cause: str) -> None:
+    def end(self, last: msgspec.Struct, cause: str) -> None:
         """Say one thing more, as far as the peer reads, and close."""
         if not self._closed:
-            self._unsent += encode(last)
+            self._unsent += self._speech.encode(last)
             self.flush()
             self.close(cause)
 
@@ -184,9 +207,10 @@ class Link:
         """Who speaks no TLS can still read why it is turned away. What it sent is read first, or closing
         would take the answer back."""
         with contextlib.suppress(OSError):
-            socket.socket.recv(sock, MAX_HELLO_BYTES)
-        with contextlib.suppress(OSError):
-            socket.socket.send(sock, encode(Refusal(message=WANTS_TLS, version=__version__)))
+            socket.socket.recv(sock, self._speech.max_hello_bytes)
+        if self._speech.wants_tls is not None:
+            with contextlib.suppress(OSError):
+                socket.socket.send(sock, self._speech.encode(self._speech.wants_tls))
 
     def _read(self) -> None:
         self._read_wants_write = False
