@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvferry.errors import MisconfiguredError
+from kvferry.feed.settings import FEED_SETTINGS, FeedSettings, check_feed
 from kvferry.identity.sealing import KeyRing
 from kvferry.keeper.access import KeeperAccess
 from kvferry.keeper.address import parse_keepers
@@ -52,7 +53,7 @@ class NodeSettings:
     the group whose members may connect; None: the node's user alone. encryption_keys: for what is stored in
     Valkey; None: it is stored as it is. valkey_quota: bytes that the node may hold there. valkey_write_rate:
     bytes per second that it may write. None: no limit. keepers: of what lies below Valkey. keeper_*: how to
-    get in there, see ``KeeperAccess``.
+    get in there, see ``KeeperAccess``. feed_*: where routers follow it, see ``FeedSettings``.
     """
 
     pool_bytes: int = DEFAULT_POOL_BYTES
@@ -74,6 +75,18 @@ class NodeSettings:
     keeper_tls_ca: Path | None = None
     keeper_tls_cert: Path | None = None
     keeper_tls_key: Path | None = None
+    feed_listen: Address | None = None
+    feed_token: Secret | None = None
+    feed_tls_ca: Path | None = None
+    feed_tls_cert: Path | None = None
+    feed_tls_key: Path | None = None
+
+    @property
+    def feed(self) -> FeedSettings | None:
+        """Where routers follow it; None: nowhere."""
+        return FeedSettings.of(
+            self.feed_listen, self.feed_token, self.feed_tls_ca, self.feed_tls_cert, self.feed_tls_key
+        )
 
     @property
     def keeper_access(self) -> KeeperAccess:
@@ -219,6 +232,7 @@ NODE_SETTINGS = (
     Setting("token", parse_secret, "TEXT", "the token itself", "token", environment_only=True),
     Setting("token_file", parse_path, "PATH", "file with a token that clients must show", "token"),
     *KEEPERS_SETTINGS,
+    *FEED_SETTINGS,
 )
 
 
@@ -246,6 +260,7 @@ def load_node_settings(
         name = min(behind).replace("encryption_keys", "an encryption key")
         raise MisconfiguredError(f"{name} is set, but no Valkey URL; set one with --valkey")
     _check_access(values)
+    check_feed(values)
     if values.get("keepers") and "valkey" not in values:
         raise MisconfiguredError("keepers are set, but no Valkey URL: they bring parts there; set --valkey")
     settings = NodeSettings(**values)

@@ -36,7 +36,12 @@ Seconds = Annotated[float, Meta(ge=0, le=86400)]
 class Level(enum.IntEnum):
     """Where a chunk is, the quickest first. ENGINE: in one engine's own cache; MEMORY: for all of a host.
 
-    VALKEY and below are shared by all hosts that use the same server: what one node says of them, all have.
+    VALKEY and below are shared by all hosts whose ``Welcome.behind`` is the same: what one node says of them,
+    all have. A disk that a node has in Valkey's place is nobody else's, and is not told of.
+
+    Of ENGINE a node tells nothing: it does not see what an engine evicts. Followers derive it from ``Prompt``
+    and ``Result`` (what an engine has computed or loaded it holds), and let it age by the engine's
+    ``cache_tokens``. Where its own KV events are followed (``router.feed``), they say Held and Gone instead.
     """
 
     ENGINE = 0
@@ -65,11 +70,12 @@ class Space(Event, frozen=True):
 
 
 class EngineUp(Event, frozen=True):
-    """An engine's scheduler is connected."""
+    """An engine's scheduler is connected. cache_tokens: how many its own cache holds; 0: it does not say."""
 
     engine: Count
     name: Text
     space: Count
+    cache_tokens: Count = 0
 
 
 class EngineDown(Event, frozen=True):
@@ -79,7 +85,11 @@ class EngineDown(Event, frozen=True):
 
 
 class Prompt(Event, frozen=True):
-    """A request was looked up: its chunks from the prompt's start on, and how much the engine had itself."""
+    """A request has come: its chunks from the prompt's start on, and how much the engine had itself.
+
+    request_id: the engine's, in which the router's own is to be found. Again when the engine asks again, as
+    after a preemption. A request that takes no part (a pooling one, say) has none.
+    """
 
     engine: Count
     space: Count
@@ -102,7 +112,11 @@ class Result(Event, frozen=True):
 
 
 class Held(Event, frozen=True):
-    """These chunks are whole and can be used there. engine: counts only at the level ENGINE."""
+    """These chunks are whole and can be used there. engine: counts only at the level ENGINE, else 0.
+
+    Whole: all parts of which a boundary needs those of every chunk before it are there. Of a model that has
+    others too (windows, states), whether a prefix can end there is not told.
+    """
 
     level: Level
     engine: Count
@@ -161,7 +175,10 @@ class Hello(Message, frozen=True):
 
 
 class Prefetch(Message, frozen=True):
-    """A request for these chunks is about to reach an engine of this host. Nothing is answered."""
+    """A request for these chunks is about to reach an engine of this host. Nothing is answered.
+
+    chunks: of a prompt, in order. A node that is busy does nothing.
+    """
 
     namespace: Namespace
     chunks: Digests
@@ -172,7 +189,10 @@ class Ping(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Accepted. node: its name, for people. epoch: of this node process; next: the first number to come."""
+    """Accepted. node: its name, for people. epoch: of this node process; next: the first number to come.
+
+    behind: names the Valkey behind it, without secrets; empty: it has none, and shares nothing.
+    """
 
     protocol: int
     version: Text
@@ -180,6 +200,7 @@ class Welcome(Message, frozen=True):
     epoch: Count
     next: Count
     snapshot: bool
+    behind: Text = ""
 
 
 class Refusal(Message, frozen=True):
