@@ -1,6 +1,6 @@
 """The breaker's state machine, on a clock of numbers."""
 
-from kvferry.tiers.breaker import FAILURE, SILENCE, Breaker
+from kvferry.breaker import FAILURE, SILENCE, Breaker
 
 
 def test_one_lost_connection_does_not_open_it_but_three_in_a_row_do() -> None:

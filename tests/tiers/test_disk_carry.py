@@ -6,9 +6,9 @@ import pytest
 from tests.tiers.disk_log import BYTES, REFS, Disk
 from tests.tiers.disks import check
 
+from kvferry.breaker import SILENCE
 from kvferry.errors import CorruptError
 from kvferry.identity.names import PartRef
-from kvferry.tiers.breaker import SILENCE
 from kvferry.tiers.contract import Dropped, Outcome
 from kvferry.tiers.disk.format import (
     BLOCK_BYTES,

@@ -6,9 +6,9 @@ While it is open nothing is asked of the keeper but a trial, a question that no 
 from collections.abc import Callable
 from functools import partial
 
+from kvferry.breaker import FAILURE, SILENCE, Breaker
 from kvferry.keeper.wire import Locate, Message, Parts
 from kvferry.loop import Loop, Timer
-from kvferry.tiers.breaker import FAILURE, SILENCE, Breaker
 
 SILENT_S = 0.2
 HESITANT_S = 0.03

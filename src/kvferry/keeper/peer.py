@@ -23,6 +23,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+from kvferry.breaker import SILENCE, Breaker
 from kvferry.errors import KvferryError, MisconfiguredError, RefusedError
 from kvferry.frames import refusal_text
 from kvferry.keeper.answering import Answering
@@ -31,7 +32,6 @@ from kvferry.keeper.tls import explained
 from kvferry.keeper.wire import FromKeeper, Hello, Message, Ping, Pong, Welcome
 from kvferry.link import Link
 from kvferry.loop import Loop, Timer
-from kvferry.tiers.breaker import SILENCE, Breaker
 from kvferry.tiers.valkey.resolve import connect
 from kvferry.tiers.valkey.url import Address
 

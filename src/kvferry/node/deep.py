@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from kvferry.breaker import SILENCE
 from kvferry.costs.rates import MIN_SILENCE_S
 from kvferry.loop import Timer
 from kvferry.node.counters import Counters
 from kvferry.node.keepers import Keepers
 from kvferry.node.state import NodeState
 from kvferry.node.wire import Tier as Place
-from kvferry.tiers.breaker import SILENCE
 from kvferry.tiers.contract import FetchItem, FetchResult, Outcome, Tier, Transfer
 
 MAX_STAGES = 2

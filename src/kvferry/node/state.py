@@ -5,6 +5,7 @@ from collections import OrderedDict
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvferry.breaker import Breaker
 from kvferry.costs import RateEstimate
 from kvferry.identity.boundaries import Span, needed_spans
 from kvferry.identity.names import DOMAIN_TAG_BYTES, PartKey, PartRef
@@ -19,7 +20,6 @@ from kvferry.node.quota import QuotaTier
 from kvferry.pool.arena import Arena
 from kvferry.pool.catalogue import Catalogue
 from kvferry.pool.entries import Owner
-from kvferry.tiers.breaker import Breaker
 from kvferry.tiers.contract import Tier
 
 FETCHER: Owner = 1  # fills slots from the tier

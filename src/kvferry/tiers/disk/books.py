@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvferry.tiers.breaker import FAILURE, SILENCE, Breaker
+from kvferry.breaker import FAILURE, SILENCE, Breaker
 from kvferry.tiers.contract import Dropped, Outcome
 from kvferry.tiers.disk.format import record_bytes
 from kvferry.tiers.disk.log import SegmentLog

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from kvferry.breaker import FAILURE, SILENCE
 from kvferry.errors import CorruptError
 from kvferry.identity.names import PartRef
-from kvferry.tiers.breaker import FAILURE, SILENCE
 from kvferry.tiers.disk.books import FULL_S, Books, is_full
 from kvferry.tiers.disk.files import Buffers, SegmentFiles
 from kvferry.tiers.disk.format import BLOCK_BYTES, Mark, pack_segment, record_bytes

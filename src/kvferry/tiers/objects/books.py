@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from kvferry.tiers.breaker import FAILURE, SILENCE, Breaker
+from kvferry.breaker import FAILURE, SILENCE, Breaker
 from kvferry.tiers.contract import Outcome
 from kvferry.tiers.objects.bucket import BucketError, Trouble
 from kvferry.tiers.objects.catalogue import Catalogue

@@ -9,9 +9,9 @@ import threading
 import time
 from collections import deque
 
+from kvferry.breaker import FAILURE, SILENCE
 from kvferry.errors import CorruptError, KvferryError, MisconfiguredError
 from kvferry.identity.header import HEADER_BYTES
-from kvferry.tiers.breaker import FAILURE, SILENCE
 from kvferry.tiers.valkey.connection import Connection, set_command
 from kvferry.tiers.valkey.jobs import Cause, Job, Verb, Verdict
 from kvferry.tiers.valkey.lanes import Home, Lane, LaneQueue

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from kvferry.tiers.breaker import SILENCE, Breaker
+from kvferry.breaker import SILENCE, Breaker
 from kvferry.tiers.valkey.jobs import Cause, Job, Verdict
 from kvferry.tiers.valkey.lanes import LANES, Lane, LaneQueue, Routes
 from kvferry.tiers.valkey.lifetimes import Lifetimes, after_info, warning
