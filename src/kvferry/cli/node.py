@@ -9,7 +9,8 @@ from kvferry.config import NODE_SETTINGS, load_node_settings
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One flag per setting."""
     files = ("token_file", "tls_ca", "tls_cert", "tls_key")
-    also = [f"{whose}_{file}" for whose in ("keeper", "feed") for file in files]
+    also = ["metrics_host", "valkey_quota", "valkey_write_rate"]
+    also += [f"{whose}_{file}" for whose in ("keeper", "feed") for file in files]
     add_settings(parser, NODE_SETTINGS, also=also, ends="Ends on SIGTERM.")
 
 
