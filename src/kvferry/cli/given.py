@@ -1,6 +1,7 @@
 """The settings of a process as the flags of its verb, on one screen."""
 
 import argparse
+import textwrap
 from collections.abc import Sequence
 
 from kvferry.sources import Setting
@@ -11,6 +12,16 @@ class _OneLineEach(argparse.HelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """A flag is not broken in two at its hyphens."""
+        return textwrap.fill(
+            " ".join(text.split()),
+            width,
+            initial_indent=indent,
+            subsequent_indent=indent,
+            break_on_hyphens=False,
+        )
 
 
 def add_settings(
