@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from kvferry.feed.framing import decode_to_router, encode
+from kvferry.feed.wire import PROTOCOL, Events, Held, Hello, Known, KnownEnd, Prompt, Result, Welcome
+from kvferry.testing.servers import free_ports
 from kvferry.testing.worker import MockWorker, SharedTier, WorkerSettings
 from kvferry.testing.worker_fleet import TierSettings, running_workers
 
@@ -189,3 +192,42 @@ def test_workers_in_a_process_of_their_own_are_told_over_http(tmp_path: Path) ->
         workers[0].restart()
         workers[1].drop(tier=True)
         assert workers[1].statistics()["tier_blocks"] == 0
+
+
+async def followed(worker: MockWorker, count: int) -> tuple[asyncio.StreamWriter, list[object]]:
+    """Follow its feed until so many messages have come."""
+    assert worker.feed is not None
+    reader, writer = await asyncio.open_connection("127.0.0.1", worker.feed.port)
+    writer.write(encode(Hello(PROTOCOL, "test")))
+    messages: list[object] = []
+    while len(messages) < count:
+        size = int.from_bytes(await reader.readexactly(4), "little")
+        messages.append(decode_to_router(await reader.readexactly(size)))
+    return writer, messages
+
+
+def test_its_feed_tells_what_a_node_would() -> None:
+    async def test() -> None:
+        (port,) = free_ports(1)
+        tier = SharedTier(token_s=1e-6)
+        async with MockWorker(settings(feed_port=port), tier=tier) as worker:
+            following = asyncio.create_task(followed(worker, 5))
+            assert worker.feed is not None
+            await until(lambda: bool(worker.feed and worker.feed.followers))
+            await post(worker, chat(LONG))
+            writer, messages = await following
+            welcome, known, end, asked, result = messages
+            assert isinstance(welcome, Welcome) and welcome.snapshot and welcome.behind
+            assert isinstance(known, Known) and isinstance(end, KnownEnd)
+            assert [type(event).__name__ for event in known.events] == ["Space", "EngineUp", "Speed", "Rate"]
+            assert isinstance(asked, Events) and isinstance(asked.events[0], Prompt)
+            assert asked.first == welcome.next
+            assert len(asked.events[0].digests) == 10 * 32
+            assert isinstance(result, Events) and isinstance(result.events[0], Result)
+            assert result.first == asked.first + 1
+            writer.close()
+            again, messages = await followed(worker, 3)
+            assert isinstance(messages[1], Known) and isinstance(messages[1].events[-1], Held)
+            again.close()
+
+    run(test)

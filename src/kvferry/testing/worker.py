@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvferry.testing.worker_engine import MockEngine, SharedTier, Watcher, WorkerSettings
+from kvferry.testing.worker_feed import MockFeed
 from kvferry.testing.worker_http import Behaviour, Connection, Seen
 
 __all__ = ["Behaviour", "MockWorker", "Seen", "SharedTier", "WorkerSettings"]
@@ -31,13 +32,18 @@ class MockWorker:
         tier: SharedTier | None = None,
         watcher: Watcher | None = None,
     ) -> None:
+        """watcher: told what happens; without one, and with a ``feed_port``, it is the feed there."""
         self.settings = settings or WorkerSettings()
+        self.feed: MockFeed | None = None
+        if watcher is None and self.settings.feed_port:
+            watcher = self.feed = MockFeed(self.settings, tier, epoch=1)
         self.engine = MockEngine(self.settings, tier, watcher)
         self.behaviour = Behaviour()
         self.port = self.settings.port
         self.seen: deque[Seen] = deque(maxlen=MAX_SEEN)
         self.connections: set[Connection] = set()
         self._server: asyncio.Server | None = None
+        self._fed = False
 
     @property
     def url(self) -> str:
@@ -51,6 +57,8 @@ class MockWorker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+        if self.feed is not None:
+            self.feed.close()
 
     async def listen(self) -> None:
         """Accept connections, at the same port as before."""
@@ -59,6 +67,11 @@ class MockWorker:
             lambda: Connection(self), "127.0.0.1", self.port, backlog=4096, reuse_address=True
         )
         self.port = self._server.sockets[0].getsockname()[1]
+        if self.feed is not None and not self._fed:
+            await self.feed.listen()
+            self._fed = True
+        if self.engine.watcher is not None:
+            self.engine.watcher.up()
 
     def stop(self) -> None:
         """As a crash: connections are reset, new ones refused, and the cache is empty."""
@@ -68,6 +81,8 @@ class MockWorker:
         for connection in list(self.connections):
             connection.reset()
         self.engine.stop()
+        if self.engine.watcher is not None:
+            self.engine.watcher.down()
 
     async def restart(self) -> None:
         """``stop`` and ``listen``."""
@@ -77,7 +92,17 @@ class MockWorker:
     def behave(self, **changes: Any) -> None:
         """Change fields of its behaviour."""
         self.behaviour = replace(self.behaviour, **changes)
-        self.engine.slow = self.behaviour.slow
+        if self.engine.slow != self.behaviour.slow:
+            self.engine.slow = self.behaviour.slow
+            if self.engine.watcher is not None:
+                self.engine.watcher.slowed(self.engine.slow)
+
+    def forget_tier(self) -> None:
+        """The shared tier is empty."""
+        if self.engine.tier is not None:
+            self.engine.tier.held.clear()
+        if self.feed is not None:
+            self.feed.forgotten()
 
     def statistics(self) -> dict[str, Any]:
         """Counts since it was made, and what is going on."""

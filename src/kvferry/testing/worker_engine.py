@@ -99,6 +99,14 @@ class Work:
 class Watcher(Protocol):
     """Told what a node would publish."""
 
+    def up(self) -> None:
+        """The engine runs."""
+        ...
+
+    def down(self) -> None:
+        """It is gone, with its cache."""
+        ...
+
     def asked(self, work: Work) -> None:
         """Its prefix was looked up."""
         ...
@@ -107,12 +115,8 @@ class Watcher(Protocol):
         """Its prompt is computed and in the cache, and in the shared tier if there is one."""
         ...
 
-    def gone(self, blocks: Sequence[bytes]) -> None:
-        """The cache had to give these up."""
-        ...
-
-    def cleared(self) -> None:
-        """The cache is empty."""
+    def slowed(self, factor: float) -> None:
+        """The engine takes so much longer than its settings say."""
         ...
 
 
@@ -189,8 +193,6 @@ class MockEngine:
     def drop(self) -> None:
         """Forget the prefix cache."""
         self.cache.clear()
-        if self.watcher is not None:
-            self.watcher.cleared()
 
     def stop(self) -> None:
         """Forget all."""
@@ -240,11 +242,8 @@ class MockEngine:
         for block in reversed(blocks):
             self.cache[block] = None
             self.cache.move_to_end(block)
-        gone = []
         while len(self.cache) > self.settings.cache_blocks:
-            gone.append(self.cache.popitem(last=False)[0])
-        if gone and self.watcher is not None:
-            self.watcher.gone(gone)
+            self.cache.popitem(last=False)
 
     # -- steps -------------------------------------------------------------------------------------
 

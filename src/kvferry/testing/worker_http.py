@@ -325,8 +325,8 @@ class Answer:
         if self._seen.method == "POST" and self._seen.body:
             told = json.loads(self._seen.body)
             self._worker.behave(**told.get("behaviour", {}))
-            if told.get("drop_tier") and self._worker.engine.tier is not None:
-                self._worker.engine.tier.held.clear()
+            if told.get("drop_tier"):
+                self._worker.forget_tier()
             if told.get("restart"):
                 loop = asyncio.get_running_loop()
                 loop.call_soon(lambda: loop.create_task(self._worker.restart()))
