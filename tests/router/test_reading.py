@@ -82,8 +82,12 @@ def test_prefixes_inside_a_text_end_at_places_that_do_not_depend_on_what_follows
 def test_what_changes_the_whole_prompt_changes_every_name(changed: dict[str, Any]) -> None:
     said = [{"role": "user", "content": "x" * 2000}]
     plain = READER.read(CHAT, body(messages=said)).keys
-    other = READER.read(CHAT, body(messages=said, **changed) if "model" not in changed else body(
-        messages=said).replace(b'"m"', b'"other"')).keys
+    other = READER.read(
+        CHAT,
+        body(messages=said, **changed)
+        if "model" not in changed
+        else body(messages=said).replace(b'"m"', b'"other"'),
+    ).keys
     assert len(plain) > 1
     assert not names(plain) & names(other)
 
@@ -126,10 +130,14 @@ def test_a_text_part_is_as_good_as_text_and_an_image_counts_by_its_content() -> 
     assert chat(("user", None)) != chat(("user", ""))
 
     def with_image(url: str) -> tuple[Key, ...]:
-        return chat(("user", [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "?"}]))
+        return chat(
+            ("user", [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "?"}])
+        )
 
     assert with_image("data:image/png;base64,AA==") == with_image("data:image/png;base64,AA==")
-    assert not names(with_image("data:image/png;base64,AA==")) & names(with_image("data:image/png;base64,AB=="))
+    assert not names(with_image("data:image/png;base64,AA==")) & names(
+        with_image("data:image/png;base64,AB==")
+    )
     assert with_image("data:," + "x" * 500_000)[-1].length == with_image("data:,x")[-1].length
 
 
@@ -146,7 +154,10 @@ def test_several_prompts_begin_with_the_first() -> None:
     assert several[0] == READER.read(TEXT, body(prompt="One")).keys[0]
     assert len(several) == 2
     assert several != READER.read(TEXT, body(prompt=["One", "Three"])).keys
-    assert READER.read(TEXT, body(prompt=[[1, 2], [3]])).keys != READER.read(TEXT, body(prompt=[[1], [2, 3]])).keys
+    assert (
+        READER.read(TEXT, body(prompt=[[1, 2], [3]])).keys
+        != READER.read(TEXT, body(prompt=[[1], [2, 3]])).keys
+    )
 
 
 def test_a_response_is_read_like_a_chat() -> None:
@@ -254,7 +265,9 @@ def meaning(message: dict[str, Any]) -> Any:
     content = message["content"]
     parts = [content] if isinstance(content, str) else content
     said = [part["text"] if isinstance(part, dict) and part["type"] == "text" else part for part in parts]
-    return said, {key: value for key, value in message.items() if key != "content" and value not in (None, [])}
+    return said, {
+        key: value for key, value in message.items() if key != "content" and value not in (None, [])
+    }
 
 
 def turned(value: Any) -> Any:

@@ -36,6 +36,7 @@ class Failure(enum.Enum):
     """What a request met. Values: as metrics say it."""
 
     REFUSED = "refused"  # no connection: nobody listens there
+    UNREACHABLE = "unreachable"  # no connection in time
     LOST = "lost"  # the connection ended before the answer did
     ERROR = "error"  # 5xx
     SILENT = "silent"  # no byte in time
@@ -132,8 +133,8 @@ class Health:
         self.failures[what] += 1
         if before in (State.DRAINING, State.REMOVED):
             return Change(before, before)
-        if what is Failure.REFUSED:
-            return self._refused(now)
+        if what in (Failure.REFUSED, Failure.UNREACHABLE):
+            return self._not_reached(now, gone=what is Failure.REFUSED)
         if before is State.TRIAL:
             self._breaker.probe_failed(now)
             self._to(State.DOWN)
@@ -173,7 +174,7 @@ class Health:
         self._missed += 1
         self.probes_missed += 1
         if how is Probed.REFUSED:
-            return self._refused(now)
+            return self._not_reached(now, gone=True)
         if before in (State.DOWN, State.TRIAL):
             self._breaker.probe_failed(now)
             self._to(State.DOWN)
@@ -203,8 +204,8 @@ class Health:
         """It is gone from the list."""
         self._state = State.REMOVED
 
-    def _refused(self, now: float) -> Change:
-        """Nobody listens: whoever does next is another process."""
+    def _not_reached(self, now: float, *, gone: bool) -> Change:
+        """gone: nobody listens, and whoever does next is another process."""
         before = self._state
         if before in (State.DOWN, State.TRIAL):
             self._breaker.probe_failed(now)
@@ -213,10 +214,12 @@ class Health:
         self._missed = max(self._missed, 1)
         self._wants_trial = False
         self._to(State.DOWN)
+        if not gone:
+            return Change(before, State.DOWN)
         lost, self._told = not self._told, True
         self._boot = None
         self._was_away = False
-        return Change(before, self._state, lost=lost)
+        return Change(before, State.DOWN, lost=lost)
 
     def _to(self, state: State) -> None:
         if state is State.DOWN and self._state is not State.DOWN:

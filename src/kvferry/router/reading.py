@@ -317,4 +317,3 @@ _BUILDERS: dict[str, Build] = {
 }
 
 read = Reader().read
-
