@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 LOCKS = Path(__file__).parents[1] / "locks"
-AUDITED = ("core", "dev", "engine", "lmcache", "sglang", "torch", "vllm-router")
+AUDITED = ("core", "dev", "engine", "lmcache", "router", "sglang", "torch", "vllm-router")
 ACCEPTED = LOCKS / "accepted.toml"
 UNASKED = 3
 TIMEOUT_S = 30.0

@@ -28,7 +28,8 @@ Texts = dict[str, tuple[object, str]]
 class Setting:
     """One thing a process can be told: its name in TOML, flag ``--name`` and environment ``KVFERRY_NAME``.
 
-    One that is ``environment_only`` is a secret; the setting ``NAME_file`` names a file that holds it.
+    One that is ``environment_only`` is a secret; the setting ``NAME_file`` names a file that holds it. A flag
+    of which there may be ``many`` gives them all, with commas between, as environment and file have them.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Setting:
     help: str
     target: str  # the field of the settings
     environment_only: bool = False
+    many: bool = False
 
     @property
     def flag(self) -> str:

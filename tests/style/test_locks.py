@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("core", "dev", "engine", "lmcache", "sglang", "torch", "vllm-router")
+NAMES = ("core", "dev", "engine", "lmcache", "router", "sglang", "torch", "vllm-router")
 
 
 def pins(name: str) -> dict[str, str]:

@@ -69,7 +69,7 @@ def test_a_lock_gets_the_digests_of_what_linux_can_install_and_keeps_pins_and_co
         hashed(text, index())
 
 
-@pytest.mark.parametrize("name", ["core", "dev", "engine", "torch"])
+@pytest.mark.parametrize("name", ["core", "dev", "engine", "router", "torch"])
 def test_the_audit_reads_every_pin_of_a_lock(name: str) -> None:
     text = (LOCKS / f"{name}.txt").read_text()
     lines = [line for line in text.splitlines() if line and line[0] not in "# "]

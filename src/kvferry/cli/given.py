@@ -34,15 +34,26 @@ def add_settings(
     for setting in settings:
         if not setting.environment_only:
             shown = argparse.SUPPRESS if setting.name in also else setting.help
-            parser.add_argument(setting.flag, metavar=setting.metavar, help=shown)
+            if setting.many:
+                parser.add_argument(
+                    setting.flag, metavar=setting.metavar, help=shown, action="extend", nargs="+"
+                )
+            else:
+                parser.add_argument(setting.flag, metavar=setting.metavar, help=shown)
     parser.add_argument("--config", metavar="FILE", help=argparse.SUPPRESS)
     parser.usage = argparse.SUPPRESS
     parser.formatter_class = _OneLineEach
     others = ["--config", *(setting.flag for setting in settings if setting.name in also)]
     secrets = [setting.variable for setting in settings if setting.environment_only]
-    parser.epilog = f"Also {', '.join(others)} FILE. Secrets also from {', '.join(secrets)}. {ends}"
+    told = f"Secrets also from {', '.join(secrets)}. " if secrets else ""
+    parser.epilog = f"Also {', '.join(others)} FILE. {told}{ends}"
 
 
 def given(args: argparse.Namespace, settings: Sequence[Setting]) -> dict[str, str | None]:
     """The flags by setting name."""
-    return {setting.name: getattr(args, setting.name) for setting in settings if not setting.environment_only}
+    found: dict[str, str | None] = {}
+    for setting in settings:
+        if not setting.environment_only:
+            value = getattr(args, setting.name)
+            found[setting.name] = ",".join(value) if isinstance(value, list) else value
+    return found

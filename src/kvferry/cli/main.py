@@ -30,6 +30,7 @@ OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 VERBS = {
     "node": ("kvferry.cli.node", "run this host's node: shared memory pool, Valkey behind it"),
     "keeper": ("kvferry.cli.keeper", "run a keeper: NVMe and a bucket behind Valkey"),
+    "router": ("kvferry.cli.router", "one address for many engines: each request goes where its prefix is"),
     "flags": ("kvferry.cli.flags", "print what adds kvferry to an engine, or its user to Valkey"),
     "status": ("kvferry.cli.status", "what the node of this host holds and does"),
     "explain": ("kvferry.cli.explain", "why a request hit or missed"),

@@ -1,0 +1,196 @@
+"""A router as a process: proxy, choice, health, feeds, metrics, admin. ``kvferry router`` runs it."""
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import resource
+import signal
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from kvferry import __version__
+from kvferry.certificates import Contexts, Labels, client_context, server_context
+from kvferry.errors import ClosedError, MisconfiguredError
+from kvferry.router.contract import Asked, Flight, Guide
+from kvferry.router.http.desk import Order, Request, Seen
+from kvferry.router.http.proxy import Proxy, ProxyStatistics
+from kvferry.router.settings import RouterSettings
+from kvferry.router.turns import Turns
+from kvferry.tiers.valkey.url import Address
+
+TLS_LABELS = Labels("tls_ca ", "tls_cert ", "tls_key ")
+WORKER_TLS_LABELS = Labels("worker_tls_ca ", "worker_tls_cert ", "worker_tls_key ")
+BACKLOG = 1024
+STATISTICS_S = 5.0
+# What an engine may compute twice: nobody sees the first time, and nothing is kept of it.
+_REPEATABLE = frozenset(
+    "/v1/" + name
+    for name in ("completions", "chat/completions", "embeddings", "score", "rerank", "messages", "responses")
+) | frozenset(("/tokenize", "/detokenize", "/pooling", "/classify", "/score", "/rerank", "/v2/rerank"))
+
+log = logging.getLogger("kvferry.router")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterStatistics:
+    """Of the whole process, for status and metrics."""
+
+    pid: int
+    version: str
+    uptime_s: float
+    proxy: ProxyStatistics
+
+
+class Router:
+    """Owns all of it, on the running event loop: ``start``, then ``stop``."""
+
+    def __init__(self, settings: RouterSettings, *, guide: Guide | None = None) -> None:
+        """Raises MisconfiguredError, one line."""
+        self.settings = settings
+        self._tls = None
+        if settings.tls is not None:
+            files = settings.tls
+            self._tls = Contexts(lambda: server_context(files, TLS_LABELS), files)
+        to_workers = settings.worker_tls
+        worker_tls: Contexts | None = None
+        if any(url.startswith("https:") for url in settings.workers):
+            worker_tls = Contexts(lambda: client_context(to_workers, WORKER_TLS_LABELS), to_workers)
+        self.guide: Guide = guide or Turns()
+        self.proxy = Proxy(self, limits=settings.limits, worker_tls=worker_tls)
+        self._started = self.proxy.now()
+        self._workers = list(settings.workers)
+        self._server: asyncio.Server | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def address(self) -> Address:
+        """Where it listens."""
+        if self._server is None:
+            raise ClosedError("the router does not listen")
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return Address(host, port)
+
+    async def start(self) -> None:
+        """Listen and serve. Raises MisconfiguredError where it cannot listen."""
+        self._loop = asyncio.get_running_loop()
+        for url in self._workers:
+            self.guide.worker_added(url)
+            self.proxy.add_worker(url)
+        listen = self.settings.listen
+        try:
+            self._server = await self._loop.create_server(
+                self.proxy.protocol,
+                listen.host,
+                listen.port,
+                backlog=BACKLOG,
+                ssl=self._tls() if self._tls is not None else None,
+            )
+        except OSError as error:
+            raise MisconfiguredError(
+                f"cannot listen at {listen}: {error.strerror or error}; choose another --listen"
+            ) from error
+        self.proxy.start()
+
+    async def stop(self) -> None:
+        """Listening ends, requests in flight have a while."""
+        if self._server is not None:
+            self._server.close()
+        await self.proxy.drain()
+        await self.proxy.close()
+
+    def statistics(self) -> RouterStatistics:
+        """A snapshot, from any other thread. Raises ClosedError."""
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            raise ClosedError("the router does not run")
+
+        async def snapshot() -> RouterStatistics:
+            return self.snapshot()
+
+        return asyncio.run_coroutine_threadsafe(snapshot(), loop).result(STATISTICS_S)
+
+    def snapshot(self) -> RouterStatistics:
+        """On the loop."""
+        return RouterStatistics(
+            os.getpid(), __version__, self.proxy.now() - self._started, self.proxy.statistics()
+        )
+
+    # What the proxy asks: see ``http.desk.Desk``.
+
+    def read(self, request: Request) -> Order:
+        """See ``Desk``."""
+        repeatable = request.method in (b"GET", b"HEAD", b"OPTIONS") or request.path in _REPEATABLE
+        asked = Asked(request.request_id, "", ())
+        return Order(request, asked, request.body, request.fields, repeatable)
+
+    def candidates(self, order: Order, tried: Collection[str]) -> Sequence[str]:
+        """See ``Desk``."""
+        del order
+        return [url for url in self._workers if url not in tried] if tried else self._workers
+
+    def begin(self, order: Order, *, among: Sequence[str], now: float) -> Flight:
+        """See ``Desk``."""
+        return self.guide.begin(order.asked, among=among, now=now)
+
+    def seen(self, worker: str, what: Seen, now: float) -> None:
+        """See ``Desk``."""
+
+
+def run(settings: RouterSettings, *, reload: Callable[[], RouterSettings]) -> int:
+    """``kvferry router``: serve until SIGTERM or SIGINT. Raises MisconfiguredError at start-up."""
+    try:
+        import uvloop
+    except ImportError as error:
+        raise MisconfiguredError(
+            "kvferry router needs uvloop and httptools: pip install 'kvferry[router]'"
+        ) from error
+    del reload
+    _more_descriptors()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(settings))
+
+
+async def _serve(settings: RouterSettings) -> int:
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def stop(number: signal.Signals) -> None:
+        log.info("stopping on %s", number.name)
+        ended.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, stop, number)
+    router = Router(settings)
+    with contextlib.ExitStack() as stack:
+        await router.start()
+        _serve_metrics(router, stack)
+        log.info("kvferry %s router at %s: %d workers", __version__, router.address, len(settings.workers))
+        await ended.wait()
+        await router.stop()
+    return 0
+
+
+def _serve_metrics(router: Router, stack: contextlib.ExitStack) -> None:
+    settings = router.settings
+    if not settings.metrics_port:
+        return
+    from kvferry.observe.exposition import MetricsPage
+    from kvferry.observe.router_metrics import ROUTER_METRICS
+
+    page = MetricsPage(
+        router.statistics, metrics=ROUTER_METRICS, port=settings.metrics_port, host=settings.metrics_host
+    )
+    stack.callback(page.close)
+    if not ipaddress.ip_address(settings.metrics_host).is_loopback:
+        log.warning("metrics are open to everyone who can connect to %s", page.url)
+
+
+def _more_descriptors() -> None:
+    """Two for each request: as many as this process may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,1 @@
+"""The proxy: HTTP/1.1 on transports, the bytes of an answer passed on as they came."""

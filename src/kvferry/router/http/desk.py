@@ -1,0 +1,75 @@
+"""What the proxy asks of the rest of the router, about each request. ``app`` answers."""
+
+import enum
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvferry.router.contract import Asked, Flight
+from kvferry.router.http.head import Fields
+
+
+class Seen(enum.Enum):
+    """What a request showed of its worker's health."""
+
+    ANSWERED = "answered"  # whatever it said below 500
+    FAILING = "failing"  # 5xx
+    UNREACHABLE = "unreachable"  # no connection
+    LOST = "lost"  # the connection ended before the answer did
+    SILENT = "silent"  # no byte in time
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """As it was read. target: path and query. fields: without those of one hop. peer: client's address."""
+
+    method: bytes
+    target: bytes
+    fields: Fields
+    body: bytes
+    request_id: str
+    peer: str
+
+    @property
+    def path(self) -> str:
+        """Without the query."""
+        return self.target.partition(b"?")[0].decode("latin-1")
+
+    def field(self, name: bytes) -> bytes | None:
+        """The first field of that name, which is in small letters."""
+        return next((value for key, value in self.fields if key.lower() == name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be done. body: for the worker. fields: for the worker.
+
+    repeatable: whether it may be sent once more where no byte of an answer came. pool: whose workers.
+    """
+
+    request: Request
+    asked: Asked
+    body: bytes
+    fields: Fields
+    repeatable: bool
+    pool: str = ""
+
+
+class Desk(Protocol):
+    """Reads and chooses."""
+
+    def read(self, request: Request) -> Order:
+        """On any thread: large ones are read beside the loop. Raises RefusedError: the client's fault."""
+        ...
+
+    def candidates(self, order: Order, tried: Collection[str]) -> Sequence[str]:
+        """Workers that may be sent it now, but for those tried."""
+        ...
+
+    def begin(self, order: Order, *, among: Sequence[str], now: float) -> Flight:
+        """Choose and count it: see ``contract.Guide``."""
+        ...
+
+    def seen(self, worker: str, what: Seen, now: float) -> None:
+        """For its health."""
+        ...

@@ -1,0 +1,365 @@
+"""One request and its answer: read, placed, sent, passed on, ended.
+
+READING ──► WAITING ──► CONNECTING ──► SENT ──first byte──► PASSING ──► OVER
+               ▲────────────────────────┴─ another worker, before the first byte
+"""
+
+import enum
+from typing import TYPE_CHECKING
+
+from kvferry.errors import RefusedError
+from kvferry.router.contract import Ended, Usage
+from kvferry.router.http.desk import Order, Request, Seen
+from kvferry.router.http.framing import Body
+from kvferry.router.http.guard import Guard
+from kvferry.router.http.head import AnswerHead, BadHeadError, RequestHead, answer_bytes, request_bytes
+from kvferry.router.http.link import Attempt
+from kvferry.router.http.refusals import as_chunk, broken_stream, refusal
+from kvferry.router.http.usage import Tail
+from kvferry.router.http.worker import WorkerConnection
+
+if TYPE_CHECKING:
+    from kvferry.router.http.client import ClientConnection
+    from kvferry.router.http.proxy import Proxy
+
+MAX_SENDS = 2
+"""A request that kills its worker kills one more at most."""
+_REPEATED = (502, 503, 504)
+
+
+class Phase(enum.Enum):
+    """Where it is."""
+
+    READING = "reading"
+    WAITING = "waiting"
+    CONNECTING = "connecting"
+    SENT = "sent"
+    PASSING = "passing"
+    OVER = "over"
+
+
+class Exchange:
+    """Belongs to one client connection; told by it, by a worker's connection and by the proxy's clock."""
+
+    __slots__ = (
+        "_answer", "_attempt", "_client", "_connection", "_followed", "_guard", "_head", "_order", "_proxy",
+        "_request", "_reused", "_sends", "_sse", "_started", "_tail", "_tried", "_tunnel", "moved_at",
+        "phase", "why",
+    )  # fmt: skip
+
+    def __init__(
+        self, proxy: "Proxy", client: "ClientConnection", head: RequestHead, request: Request
+    ) -> None:
+        self._proxy = proxy
+        self._client = client
+        self._head = head
+        self._request = request
+        self._order: Order | None = None
+        self._guard: Guard | None = None
+        self._connection: WorkerConnection | None = None
+        self._attempt: Attempt | None = None
+        self._tried: dict[str, None] = {}
+        self._sends = 0
+        self._reused = False
+        self._answer: AnswerHead | None = None
+        self._followed: Body | None = None
+        self._started = False  # the client has bytes
+        self._sse = False
+        self._tunnel = False
+        self._tail = Tail()
+        self.phase = Phase.READING
+        self.moved_at = proxy.now()  # when bytes moved last, or the phase began
+        self.why = ""
+
+    @property
+    def _id(self) -> bytes:
+        return self._request.request_id.encode("latin-1")
+
+    def begin(self) -> None:
+        """Read it, beside the loop where it is large."""
+        self._proxy.read(self._request, self)
+
+    def ordered(self, order: Order) -> None:
+        """It was read."""
+        if self.phase is Phase.READING:
+            self._order = order
+            self._find()
+
+    def unreadable(self, error: RefusedError) -> None:
+        """It is refused: the client's fault."""
+        if self.phase is Phase.READING:
+            status = error.status if isinstance(error, BadHeadError) else 400
+            self._refuse(status, str(error))
+
+    def defect(self) -> None:
+        """The router failed at it."""
+        if self.phase is Phase.READING:
+            self._refuse(500, "the router failed at this request, which is a defect of it")
+
+    def place(self) -> bool:
+        """See ``waiting.Waiter``."""
+        order = self._order
+        if order is None or self.phase is not Phase.WAITING:
+            return True
+        proxy = self._proxy
+        among = [url for url in proxy.desk.candidates(order, self._tried) if proxy.has_room(url)]
+        if not among:
+            return False
+        flight = proxy.desk.begin(order, among=among, now=proxy.now())
+        self._guard = Guard(flight, proxy.link(flight.worker))
+        self._reach()
+        return True
+
+    def client_gone(self) -> None:
+        """Stop everything, the engine first."""
+        if self.phase is not Phase.OVER:
+            self._end(Ended.ABORTED)
+
+    def client_stalls(self, *, stalled: bool) -> None:
+        """The client takes no bytes for now: neither do we."""
+        self._moved()
+        if self._connection is not None:
+            self._connection.stall(stalled=stalled)
+
+    def client_data(self, data: bytes) -> None:
+        """After 101."""
+        self._moved()
+        if self._connection is not None:
+            self._connection.pass_on(data)
+
+    def waited_too_long(self) -> None:
+        """For a place."""
+        if self.phase is Phase.WAITING:
+            self._proxy.count("queue_timeout")
+            self._refuse(
+                429, "all workers are busy; try again later", retry_after_s=self._proxy.retry_after_s
+            )
+
+    def look(self, now: float) -> None:
+        """Whether its worker has been silent for too long."""
+        limits, quiet_s = self._proxy.limits, now - self.moved_at
+        if self.phase is Phase.SENT and quiet_s > limits.first_byte_s:
+            self.cut(f"{self.worker}: no byte of an answer in {limits.first_byte_s:g} s")
+        stalled = self._client.stalled_at is not None
+        if self.phase is Phase.PASSING and quiet_s > limits.idle_s and not stalled and not self._tunnel:
+            self.cut(f"{self.worker}: no further byte in {limits.idle_s:g} s")
+
+    def cut(self, why: str) -> None:
+        """The worker has been silent for too long, is gone for good, or the router stops."""
+        if self.phase in (Phase.SENT, Phase.PASSING, Phase.CONNECTING):
+            self._drop_connection()
+            self._failed(why, Seen.SILENT)
+        elif self.phase is not Phase.OVER:
+            self._refuse(503, why)
+
+    @property
+    def worker(self) -> str:
+        """Where it is; empty: nowhere yet."""
+        return self._guard.worker if self._guard is not None else ""
+
+    # Towards the worker.
+
+    def _find(self) -> None:
+        """A place now, or later."""
+        self.phase = Phase.WAITING
+        self._moved()
+        proxy, order = self._proxy, self._order
+        if order is None or (not proxy.waiting and self.place()):
+            return
+        if not proxy.desk.candidates(order, self._tried):
+            if self.why:
+                self._refuse(504 if "no byte" in self.why else 502, self.why)
+            else:
+                proxy.count("no_worker")
+                self._refuse(503, "no worker is available", retry_after_s=proxy.retry_after_s)
+        elif not proxy.waiting.join(self):
+            proxy.count("queue_full")
+            self._refuse(429, "too many requests wait; try again later", retry_after_s=proxy.retry_after_s)
+        else:
+            proxy.waiting.wake()
+
+    def _reach(self) -> None:
+        guard, order = self._guard, self._order
+        if guard is None or order is None:
+            return
+        self.phase = Phase.CONNECTING
+        self._moved()
+        idle = guard.link.idle() if order.repeatable else None
+        if idle is not None:
+            self._reused = True
+            self._send(idle)
+        else:
+            self._reused = False
+            self._attempt = guard.link.connect(self)
+
+    def connected(self, connection: WorkerConnection) -> None:
+        """See ``link.Connecting``."""
+        self._attempt = None
+        self._send(connection)
+
+    def unconnected(self, why: str) -> None:
+        """See ``link.Connecting``."""
+        self._attempt = None
+        self._failed(why, Seen.UNREACHABLE)
+
+    def _send(self, connection: WorkerConnection) -> None:
+        guard, order = self._guard, self._order
+        if guard is None or order is None:
+            return
+        self._connection = connection
+        self._answer = None
+        self._sends += 1
+        self.phase = Phase.SENT
+        self._moved()
+        head = self._head
+        head.fields = order.fields
+        with_body = bool(order.body) or head.method in (b"POST", b"PUT", b"PATCH")
+        written = request_bytes(
+            head,
+            host=guard.link.host_field,
+            request_id=self._id,
+            length=len(order.body) if with_body else None,
+        )
+        connection.send(self, method=head.method, head=written, body=order.body)
+
+    # From the worker.
+
+    def answer_head(self, head: AnswerHead, body: Body) -> None:
+        """See ``worker.Receiver``. It is kept back until the first byte of the body is there."""
+        guard, order = self._guard, self._order
+        if guard is None or order is None:
+            return
+        self._moved()
+        proxy = self._proxy
+        proxy.desk.seen(guard.worker, Seen.FAILING if head.status >= 500 else Seen.ANSWERED, proxy.now())
+        again = head.status in _REPEATED and order.repeatable and self._sends < MAX_SENDS
+        if again and proxy.desk.candidates(order, {**self._tried, guard.worker: None}):
+            self._drop_connection()
+            self._failed(f"{guard.worker} answered {head.status}", None)
+            return
+        self._answer, self._followed, self._sse = head, body, head.sse
+        if head.status == 101:
+            self._tunnel = True
+            self._start()
+            self._client.tunnel()
+
+    def answer_data(self, data: bytes) -> None:
+        """See ``worker.Receiver``."""
+        guard = self._guard
+        if guard is None:
+            return
+        now = self.moved_at = self._proxy.now()
+        if not self._started:
+            self._start()
+            guard.first_byte(now)
+        if self._sse:
+            guard.token(now)
+        self._tail.add(data)
+        self._client.write(data)
+
+    def answer_end(self) -> None:
+        """See ``worker.Receiver``."""
+        self._connection = None
+        answer = self._answer
+        if not self._started:
+            self._start()
+        status = answer.status if answer is not None else 502
+        how = Ended.DONE if status < 400 else Ended.REFUSED if status < 500 else Ended.FAILED
+        self._end(how, self._tail.usage() if how is Ended.DONE else None)
+
+    def answer_lost(self, why: str) -> None:
+        """See ``worker.Receiver``."""
+        connection, self._connection = self._connection, None
+        guard = self._guard
+        if guard is None:
+            return
+        if self._reused and self._answer is None and connection is not None and connection.silent:
+            self._reused = False
+            self._sends -= 1
+            self.phase = Phase.CONNECTING
+            self._attempt = guard.link.connect(self)  # it had closed the connection before it saw the request
+            return
+        self._failed(f"{guard.worker}: {why}", Seen.LOST)
+
+    def worker_stalls(self, *, stalled: bool) -> None:
+        """See ``worker.Receiver``."""
+        self._client.stall(stalled=stalled)
+
+    # To the client.
+
+    def _start(self) -> None:
+        """The head goes out, and with it the chance of another worker."""
+        self._started = True
+        self.phase = Phase.PASSING
+        answer, body = self._answer, self._followed
+        if answer is None or body is None:
+            return
+        if body.ends_with_connection or self._proxy.draining:
+            self._head.close = True
+        self._client.write(answer_bytes(answer, request_id=self._id, close=self._head.close))
+
+    def _failed(self, why: str, seen: Seen | None) -> None:
+        """Another worker, or the end."""
+        guard, order, proxy = self._guard, self._order, self._proxy
+        if guard is None or order is None:
+            return
+        if seen is not None:
+            proxy.desk.seen(guard.worker, seen, proxy.now())
+        proxy.count("worker_" + (seen.value if seen is not None else Seen.FAILING.value))
+        if self._started:
+            proxy.count("broken_streams")
+            self._break(why)
+            self._end(Ended.FAILED)
+            return
+        self.why = why
+        self._tried[guard.worker] = None
+        sent = self._sends > 0
+        self._release(Ended.FAILED)
+        self._answer = None
+        self._tail = Tail()
+        if not sent or (order.repeatable and self._sends < MAX_SENDS):
+            proxy.count("retries")
+            self._find()
+        else:
+            self._refuse(504 if seen is Seen.SILENT else 502, why)
+
+    def _break(self, why: str) -> None:
+        """What the client has is not whole: say so where it can be said, and never end it properly."""
+        body = self._followed
+        if self._sse and body is not None and body.between_pieces and not self._tunnel:
+            event = broken_stream(f"the stream broke off: {why}")
+            self._client.write(event if body.ends_with_connection else as_chunk(event))
+        self._head.close = True
+
+    def _refuse(self, status: int, message: str, *, retry_after_s: int | None = None) -> None:
+        close = self._head.close = self._head.close or self._proxy.draining
+        self._client.write(
+            refusal(status, message, request_id=self._id, retry_after_s=retry_after_s, close=close)
+        )
+        self._proxy.answered_here(status)
+        self._end(Ended.FAILED)
+
+    # The end.
+
+    def _release(self, how: Ended, usage: Usage | None = None) -> None:
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.end(how, self._proxy.now(), usage)
+
+    def _drop_connection(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.give_up()
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None:
+            attempt.forget()
+
+    def _end(self, how: Ended, usage: Usage | None = None) -> None:
+        self.phase = Phase.OVER
+        self._drop_connection()
+        self._release(how, usage)
+        self._proxy.over(self, how)
+        self._client.finished(keep=not self._head.close and not self._tunnel)
+
+    def _moved(self) -> None:
+        self.moved_at = self._proxy.now()

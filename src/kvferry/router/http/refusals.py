@@ -1,0 +1,73 @@
+"""Answers of the router itself, as an OpenAI server words errors."""
+
+import msgspec
+
+REASONS = {
+    400: "Bad Request",
+    401: "Unauthorized",
+    403: "Forbidden",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    408: "Request Timeout",
+    413: "Content Too Large",
+    417: "Expectation Failed",
+    429: "Too Many Requests",
+    431: "Request Header Fields Too Large",
+    500: "Internal Server Error",
+    501: "Not Implemented",
+    502: "Bad Gateway",
+    503: "Service Unavailable",
+    504: "Gateway Timeout",
+    505: "HTTP Version Not Supported",
+}
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    502: "bad_gateway",
+    503: "service_unavailable",
+    504: "timeout",
+}
+
+
+def error_document(status: int, message: str) -> bytes:
+    """``{"error": {...}}``."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
+
+
+def refusal(
+    status: int,
+    message: str,
+    *,
+    request_id: bytes = b"",
+    retry_after_s: int | None = None,
+    close: bool = False,
+) -> bytes:
+    """The whole answer."""
+    body = error_document(status, message)
+    lines = [
+        f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(body)}",
+    ]
+    if request_id:
+        lines.append(f"X-Request-Id: {request_id.decode('latin-1')}")
+    if retry_after_s is not None:
+        lines.append(f"Retry-After: {retry_after_s}")
+    if status == 401:
+        lines.append("WWW-Authenticate: Bearer")
+    if close:
+        lines.append("Connection: close")
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + body
+
+
+def broken_stream(message: str) -> bytes:
+    """The event that ends a stream which cannot go on. The empty lines end whatever was cut off."""
+    return b"\n\nevent: error\ndata: " + error_document(502, message) + b"\n\n"
+
+
+def as_chunk(data: bytes) -> bytes:
+    """Of ``Transfer-Encoding: chunked``."""
+    return b"%x\r\n" % len(data) + data + b"\r\n"

@@ -1,0 +1,177 @@
+"""Settings of a router: typed, parsed once (``kvferry.sources``)."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kvferry.config import DEFAULT_METRICS_HOST, OTHER_ENVIRONMENT, check_metrics, parse_port, parse_size
+from kvferry.errors import MisconfiguredError
+from kvferry.router.http.limits import Limits
+from kvferry.sources import Setting, gathered, parsed
+from kvferry.tiers.valkey.url import Address
+from kvferry.values import TlsFiles, parse_count, parse_ip_address, parse_path, parse_text
+
+DEFAULT_PORT = 8080
+DEFAULT_LISTEN = Address("127.0.0.1", DEFAULT_PORT)
+DEFAULT_METRICS_PORT = 9475
+MAX_WORKERS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings:
+    """Everything a router can be told.
+
+    workers: URLs of engines. listen: where clients find it. tls: its certificate and key, and with ``ca`` the
+    authority of clients' certificates, which they must show. worker_tls: for workers at https URLs.
+    metrics_*: see a node's.
+    """
+
+    workers: tuple[str, ...]
+    listen: Address = DEFAULT_LISTEN
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    worker_tls_ca: Path | None = None
+    worker_tls_cert: Path | None = None
+    worker_tls_key: Path | None = None
+    body_bytes: int = Limits().body_bytes
+    waiting: int = Limits().waiting
+    per_worker: int = Limits().per_worker
+    metrics_port: int = DEFAULT_METRICS_PORT
+    metrics_host: str = DEFAULT_METRICS_HOST
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """The files, where it speaks TLS to clients."""
+        if self.tls_cert is None:
+            return None
+        return TlsFiles(_text(self.tls_ca), _text(self.tls_cert), _text(self.tls_key))
+
+    @property
+    def worker_tls(self) -> TlsFiles:
+        """The files with which it speaks to workers at https URLs."""
+        return TlsFiles(_text(self.worker_tls_ca), _text(self.worker_tls_cert), _text(self.worker_tls_key))
+
+    @property
+    def limits(self) -> Limits:
+        """Those of the proxy."""
+        return Limits(body_bytes=self.body_bytes, waiting=self.waiting, per_worker=self.per_worker)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def parse_worker(text: object) -> str:
+    """``http[s]://host[:port]``, as it is called from then on. Raises MisconfiguredError."""
+    url = parse_text(text).strip().rstrip("/")
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise MisconfiguredError(f"{url!r} is no URL: {error}; write it like http://gpu1:8000") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise MisconfiguredError(f"{url!r} is no URL of a worker; write it like http://gpu1:8000")
+    if parts.path or parts.query or parts.fragment or parts.username is not None:
+        raise MisconfiguredError(
+            f"{url!r} has more than scheme, host and port; write it like http://gpu1:8000"
+        )
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}" + (f":{port}" if port is not None else "")
+
+
+def parse_workers(text: object) -> tuple[str, ...]:
+    """With commas between. Raises MisconfiguredError."""
+    urls = tuple(dict.fromkeys(parse_worker(word) for word in parse_text(text).split(",")))
+    if len(urls) > MAX_WORKERS:
+        raise MisconfiguredError(f"{len(urls)} workers; give at most {MAX_WORKERS}")
+    return urls
+
+
+def parse_listen(text: object) -> Address:
+    """``ADDRESS[:PORT]``, an IP address of this host; port 0 takes any. Raises MisconfiguredError."""
+    words = parse_text(text)
+    host, port = words, ""
+    if words.startswith("["):
+        host, _, port = words[1:].partition("]")
+        port = port.removeprefix(":")
+    elif words.count(":") == 1:
+        host, _, port = words.partition(":")
+    number = parse_count(port, lowest=0, highest=65535) if port else DEFAULT_PORT
+    return Address(parse_ip_address(host), number)
+
+
+def _parse_waiting(text: str | int) -> int:
+    return parse_count(text, lowest=0, highest=1_000_000)
+
+
+def _parse_per_worker(text: str | int) -> int:
+    return parse_count(text, lowest=1, highest=1_000_000)
+
+
+ROUTER_SETTINGS = (
+    Setting("worker", parse_workers, "URL", "engines, like http://gpu1:8000", "workers", many=True),
+    Setting("listen", parse_listen, "ADDRESS", f"where clients find it (default {DEFAULT_LISTEN})", "listen"),
+    Setting("per_worker", _parse_per_worker, "N", "requests at one at a time (default 1024)", "per_worker"),
+    Setting("queue", _parse_waiting, "N", "requests that wait for a place (default 4096)", "waiting"),
+    Setting("body_size", parse_size, "SIZE", "of one request at most (default 64MiB)", "body_bytes"),
+    Setting("tls_cert", parse_path, "PATH", "its certificate, with its chain: talk TLS", "tls_cert"),
+    Setting("tls_key", parse_path, "PATH", "the certificate's key", "tls_key"),
+    Setting("tls_ca", parse_path, "PATH", "authority of certificates that clients must show", "tls_ca"),
+    Setting("worker_tls_ca", parse_path, "PATH", "authority of https workers' certificates", "worker_tls_ca"),
+    Setting("worker_tls_cert", parse_path, "PATH", "the certificate to show them", "worker_tls_cert"),
+    Setting("worker_tls_key", parse_path, "PATH", "its key", "worker_tls_key"),
+    Setting(
+        "metrics_port",
+        parse_port,
+        "PORT",
+        f"port of the metrics; 0: none (default {DEFAULT_METRICS_PORT})",
+        "metrics_port",
+    ),
+    Setting(
+        "metrics_host",
+        parse_ip_address,
+        "ADDRESS",
+        "address of the metrics (default: loopback)",
+        "metrics_host",
+    ),
+)
+
+
+def load_router_settings(
+    flags: Mapping[str, str | None] | None = None,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    config_path: Path | str | None = None,
+) -> RouterSettings:
+    """Merge flags over environment over file and check the result.
+
+    flags: by setting name, None where not given. config_path: a TOML file; KVFERRY_CONFIG otherwise.
+    Raises MisconfiguredError: one line with the name, the value and what to do.
+    """
+    texts = gathered(
+        ROUTER_SETTINGS,
+        flags or {},
+        environ=environ,
+        config_path=config_path,
+        others=(*OTHER_ENVIRONMENT, "SOCKET"),
+    )
+    values = parsed(ROUTER_SETTINGS, texts)
+    if "workers" not in values:
+        raise MisconfiguredError("a router needs workers; name one with --worker http://host:8000")
+    settings = RouterSettings(**values)
+    _check(settings)
+    return settings
+
+
+def _check(settings: RouterSettings) -> None:
+    pairs = {"tls": (settings.tls_cert, settings.tls_key)}
+    pairs["worker_tls"] = (settings.worker_tls_cert, settings.worker_tls_key)
+    for name, (cert, key) in pairs.items():
+        if (cert is None) != (key is None):
+            raise MisconfiguredError(f"{name}_cert and {name}_key belong together; set both or neither")
+    if settings.tls_ca is not None and settings.tls_cert is None:
+        raise MisconfiguredError("tls_ca is set, but no tls_cert; who asks for certificates has one")
+    check_metrics(port=settings.metrics_port, host=settings.metrics_host)
