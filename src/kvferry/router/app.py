@@ -16,8 +16,8 @@ from kvferry.errors import ClosedError, MisconfiguredError
 from kvferry.router.contract import Asked, Flight, Guide
 from kvferry.router.http.desk import Order, Request, Seen
 from kvferry.router.http.proxy import Proxy, ProxyStatistics
+from kvferry.router.policies import RoundRobin
 from kvferry.router.settings import RouterSettings
-from kvferry.router.turns import Turns
 from kvferry.tiers.valkey.url import Address
 
 TLS_LABELS = Labels("tls_ca ", "tls_cert ", "tls_key ")
@@ -57,7 +57,7 @@ class Router:
         worker_tls: Contexts | None = None
         if any(url.startswith("https:") for url in settings.workers):
             worker_tls = Contexts(lambda: client_context(to_workers, WORKER_TLS_LABELS), to_workers)
-        self.guide: Guide = guide or Turns()
+        self.guide: Guide = guide or RoundRobin()
         self.proxy = Proxy(self, limits=settings.limits, worker_tls=worker_tls)
         self._started = self.proxy.now()
         self._workers = list(settings.workers)

@@ -21,8 +21,6 @@ _ONE_HOP = frozenset(
 _READ_HERE = frozenset(
     b"connection content-length transfer-encoding host expect upgrade x-request-id".split()
 )
-    b"connection content-length transfer-encoding host expect upgrade x-request-id".split()
-)
 _TARGET = re.compile(rb"/[!-~\x80-\xff]*")
 _LENGTH = re.compile(rb"[0-9]{1,15}")
 
