@@ -55,6 +55,9 @@ class LinkOwner(Protocol):
     def held(self, more_bytes: int) -> None:
         """The link holds so much more memory, or less."""
 
+    def drained(self, link: "Link") -> None:
+        """All that was queued has gone: a moment to queue more."""
+
     def broken(self, link: "Link", error: KvferryError) -> None:
         """What came is no frame, no message, or not allowed. The link is still open."""
 
@@ -146,6 +149,8 @@ class Link:
             if sent < SEND_BYTES:
                 break
         self._account()
+        if not self._unsent:
+            self._owner.drained(self)
         writing = bool(self._unsent) or self._read_wants_write
         self._watch(selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0))
 

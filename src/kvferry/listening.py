@@ -80,6 +80,9 @@ class Guest:
         """See ``link.LinkOwner``."""
         self.listener.hold(more_bytes)
 
+    def drained(self, link: Link) -> None:
+        """See ``link.LinkOwner``."""
+
     def broken(self, link: Link, error: KvferryError) -> None:
         """See ``link.LinkOwner``."""
         self.refuse(str(error), "refused" if isinstance(error, RefusedError) else "broken-rule")

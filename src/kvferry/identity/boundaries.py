@@ -21,6 +21,12 @@ def start_of(trailing: int, boundary: int) -> int:
     return max(0, boundary - trailing) if trailing else 0
 
 
+def core_parts(part_bytes: Sequence[int], trailing: Sequence[int]) -> tuple[int, ...]:
+    """The parts that a boundary needs of every chunk before it; where there are none such, all that exist."""
+    parts = tuple(part for part, nbytes in enumerate(part_bytes) if nbytes)
+    return tuple(part for part in parts if not (trailing and trailing[part])) or parts
+
+
 def needed_spans(boundary: int, parts: Sequence[int], trailing: Sequence[int]) -> list[Span]:
     """What a boundary after ``boundary`` chunks needs, in order; chunks of which it needs nothing left out.
 

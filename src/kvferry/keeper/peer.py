@@ -206,6 +206,9 @@ class Peer:
     def held(self, more_bytes: int) -> None:
         """See ``link.LinkOwner``."""
 
+    def drained(self, link: Link) -> None:
+        """See ``link.LinkOwner``."""
+
     def broken(self, link: Link, error: KvferryError) -> None:
         """See ``link.LinkOwner``."""
         self._complain(f"{self.address}: {error}{self._hint()}")

@@ -10,6 +10,8 @@ from kvferry import __version__
 from kvferry.errors import BrokenError, RefusedError
 from kvferry.node.counters import EngineStatus, NamespaceStatus, NodeStatistics
 from kvferry.node.estimate import Estimator
+from kvferry.node.feed import Feed
+from kvferry.node.feedserver import FeedStatistics
 from kvferry.node.ledger import LedgerStatistics
 from kvferry.node.loading import Loads
 from kvferry.node.lookups import Lookups
@@ -24,6 +26,7 @@ from kvferry.node.wire import (
     Abandon,
     Attach,
     Attached,
+    Came,
     Commit,
     Copied,
     Corrupt,
@@ -52,15 +55,24 @@ class App:
     """
 
     def __init__(
-        self, state: NodeState, *, statistics: Callable[[], NodeStatistics], domain: str = ""
+        self,
+        state: NodeState,
+        *,
+        statistics: Callable[[], NodeStatistics],
+        domain: str = "",
+        feed: Feed | None = None,
     ) -> None:
         self.state = state
+        self.feed = feed
         self.loads = Loads(state)
         self.telling = Telling(state)
         self.saves = Saves(state, self.loads, self.telling)
         self.estimator = Estimator(state)
         self.lookups = Lookups(state, self.loads, self.estimator, self.telling)
-        self.questions = Questions(state, Prefetches(state, self.loads), statistics=statistics)
+        prefetches = Prefetches(state, self.loads)
+        self.questions = Questions(state, prefetches, statistics=statistics)
+        if feed is not None:
+            feed.begin(state, prefetches, self.questions.mark_at)
         self._domain = domain or None
         self._tag: bytes | None = None
         self._attached: dict[Connection, dict[bytes, Namespace]] = {}
@@ -74,10 +86,13 @@ class App:
             epoch=self.state.epoch,
             pid=os.getpid(),
             pool_bytes=self.state.arena.nbytes,
+            feed=self.feed is not None,
         )
 
     def closed(self, connection: Connection) -> None:
         """See ``server.Handler``."""
+        if self.feed is not None:
+            self.feed.closed(connection)
         self.lookups.disconnected(connection)
         self.loads.disconnected(connection)
         self.saves.disconnected(connection)
@@ -94,7 +109,10 @@ class App:
             case Copied(load_id=load_id, part=part, chunks=chunks):
                 self.loads.copied(load_id, part, chunks)
             case Lookup():
-                self.lookups.lookup(connection, message, self._space(connection, message.namespace))
+                space = self._space(connection, message.namespace)
+                if self.feed is not None:
+                    self.feed.asked(connection, message, space)
+                self.lookups.lookup(connection, message, space)
             case Match():
                 self.lookups.match(connection, message, self._space(connection, message.namespace))
             case Join(load_id=load_id, epoch=epoch, part=part):
@@ -143,6 +161,8 @@ class App:
         self.loads.after_turn()
         self.questions.after_turn()
         self.telling.after_turn()
+        if self.feed is not None:
+            self.feed.after_turn()
 
     def _rare_message(self, connection: Connection, message: FromClient) -> None:
         match message:
@@ -151,6 +171,12 @@ class App:
             case Report():
                 self.state.explain.report(message, self.state.loop.clock())
                 self.state.counters.engine_failed_tokens += message.failed_tokens
+                if self.feed is not None:
+                    self.feed.reported(connection, message)
+            case Came():
+                space = self._space(connection, message.namespace)
+                if self.feed is not None:
+                    self.feed.came(connection, message, space)
             case Ping():
                 connection.send(Pong())
             case _ if not self.questions.answer(connection, message):
@@ -187,6 +213,8 @@ class App:
         self.state.namespaces[space.namespace] = space
         first = not spaces
         spaces[space.namespace] = space
+        if self.feed is not None:
+            self.feed.attached(connection, message, space)
         attached = Attached(namespace=message.namespace)
         if first and connection.hello is not None and connection.hello.role is not Role.ADMIN:
             connection.send_now(attached, self.state.arena.fd)
@@ -220,6 +248,7 @@ def snapshot(
     huge_bytes: int,
     prepared_bytes: int,
     quota: LedgerStatistics | None,
+    feed: FeedStatistics | None = None,
 ) -> NodeStatistics:
     """Of the whole node. Raises BrokenError when the node is closed."""
     state = app.state
@@ -238,6 +267,7 @@ def snapshot(
         tier=state.tier.statistics() if state.tier is not None else None,
         keepers=state.keepers.statistics() if state.keepers is not None else None,
         quota=quota,
+        feed=feed,
         write_rate=state.limits.write_rate,
         engines=app.engines(),
         namespaces=tuple(

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from kvferry.keeper.client import KeepersStatistics
+from kvferry.node.feedserver import FeedStatistics
 from kvferry.node.ledger import LedgerStatistics
 from kvferry.pool.entries import CatalogueStatistics
 from kvferry.tiers.contract import TierStatistics
@@ -74,8 +75,8 @@ class NamespaceStatus:
 class NodeStatistics:
     """A frozen snapshot of a node. tier: None for a node that has memory alone.
 
-    keepers: None where it has none. quota, write_rate (bytes per second): of what it may do in the tier;
-    None: no limit.
+    keepers, feed: None where it has none. quota, write_rate (bytes per second): of what it may do in the
+    tier; None: no limit.
     """
 
     pid: int
@@ -100,3 +101,4 @@ class NodeStatistics:
     keepers: KeepersStatistics | None = None
     quota: LedgerStatistics | None = None
     write_rate: int | None = None
+    feed: FeedStatistics | None = None

@@ -18,6 +18,9 @@ from kvferry.errors import ClosedError, RetryError
 from kvferry.loop import Loop
 from kvferry.node.app import App, snapshot
 from kvferry.node.counters import NodeStatistics
+from kvferry.node.feed import Feed
+from kvferry.node.feedserver import FeedServer
+from kvferry.node.feedtier import WatchedTier
 from kvferry.node.keepers import Keepers
 from kvferry.node.peers import Peer, peer_of
 from kvferry.node.quota import QuotaTier
@@ -28,9 +31,10 @@ from kvferry.pool.catalogue import Catalogue
 from kvferry.pool.prepare import PrepareThread
 from kvferry.pool.slots import SlotAllocator
 from kvferry.tiers.contract import Tier
-from kvferry.tiers.valkey.url import ValkeyUrl
+from kvferry.tiers.valkey.url import Address, ValkeyUrl
 
 JOIN_S = 10.0
+DISK = "disk"
 STATISTICS_WAIT_S = 2.0
 
 log = logging.getLogger("kvferry.node")
@@ -58,28 +62,34 @@ class Node:
         with contextlib.ExitStack() as undo:
             self._loop = Loop(after_turn=self._after_turn, clock=clock)
             undo.callback(self._loop.close)
+            self._arena = Arena.create(settings.pool_bytes)
+            undo.callback(self._arena.close)
+            catalogue, epoch = Catalogue(SlotAllocator(self._arena.nbytes)), secrets.randbits(62) | 1
             behind = tier if tier is not None else _tier(settings)
             if behind is not None:
                 undo.callback(behind.close)
+            self._feed = _feed(settings, behind, catalogue, epoch=epoch)
+            if self._feed is not None:
+                undo.callback(self._feed.close)
+                behind = _watched(behind, self._feed)
             self._quota = _within_quota(behind, settings)
             self._tier = self._quota or behind
             self._keepers = keepers if keepers is not None else _keepers(settings)
             if self._keepers is not None:
                 undo.callback(self._keepers.close)
-            self._arena = Arena.create(settings.pool_bytes)
-            undo.callback(self._arena.close)
             state = NodeState(
                 loop=self._loop,
                 arena=self._arena,
-                catalogue=Catalogue(SlotAllocator(self._arena.nbytes)),
+                catalogue=catalogue,
                 tier=self._tier,
                 quota=self._quota,
                 keepers=self._keepers,
-                epoch=secrets.randbits(62) | 1,
+                located=None if self._feed is None else self._feed.located,
+                epoch=epoch,
                 deadline_cap_s=settings.deadline_cap_ms / 1000,
                 limits=Limits(tier_quota=settings.valkey_quota, write_rate=settings.valkey_write_rate),
             )
-            self._app = App(state, statistics=self._snapshot, domain=settings.domain)
+            self._app = App(state, statistics=self._snapshot, domain=settings.domain, feed=self._feed)
             self._server = Server(
                 settings.socket_path,
                 loop=self._loop,
@@ -97,20 +107,29 @@ class Node:
         """Names this node process; handles of another epoch are refused."""
         return self._app.state.epoch
 
+    @property
+    def feed_address(self) -> Address | None:
+        """Where routers find its feed; the port is known even where the settings left the choice."""
+        return None if self._feed is None else self._feed.address
+
     def start(self) -> None:
         """Serve, on a thread of its own."""
-        self._running = True
-        self._prepare.start()
+        self._begin()
         self._thread.start()
 
     def serve(self) -> None:
         """Serve on the calling thread until ``stop``."""
-        self._running = True
-        self._prepare.start()
+        self._begin()
         try:
             self._loop.run()
         finally:
             self._running = False
+
+    def _begin(self) -> None:
+        self._running = True
+        self._prepare.start()
+        if self._feed is not None:
+            self._feed.start()
 
     def stop(self) -> None:
         """Ask the loop to end; from any thread or signal handler."""
@@ -148,6 +167,8 @@ class Node:
         if self._thread.is_alive():
             self._thread.join(JOIN_S)
         self._server.close()
+        if self._feed is not None:
+            self._feed.close()
         self._prepare.close()
         if self._keepers is not None:
             self._keepers.close()
@@ -169,6 +190,7 @@ class Node:
             huge_bytes=prepared.huge_bytes,
             prepared_bytes=prepared.populated_bytes,
             quota=None if self._quota is None else self._quota.quota(),
+            feed=None if self._feed is None else self._feed.statistics(),
         )
 
 
@@ -212,6 +234,22 @@ def _keepers(settings: NodeSettings) -> Keepers | None:
         node=socket.gethostname(),
         key_ids=[] if keys is None else [key.key_id for key in keys.keys],
     )
+
+
+def _feed(settings: NodeSettings, behind: Tier | None, catalogue: Catalogue, *, epoch: int) -> Feed | None:
+    """What routers follow; None where the settings have none."""
+    if settings.feed is None:
+        return None
+    shared = "" if behind is None or behind.name == DISK else str(settings.valkey or behind.name)
+    server = FeedServer(settings.feed, node=socket.gethostname(), epoch=epoch, behind=shared)
+    return Feed(server, catalogue)
+
+
+def _watched(behind: Tier | None, feed: Feed) -> Tier | None:
+    """A tier that others share too, with its answers told of; a disk is this node's own."""
+    if behind is None or behind.name == DISK:
+        return behind
+    return WatchedTier(behind, feed.seen)
 
 
 def _within_quota(tier: Tier | None, settings: NodeSettings) -> QuotaTier | None:

@@ -50,6 +50,10 @@ class Questions:
         """At the end of every wake-up of the loop: all that was used is stamped by now."""
         self._ages.note(self._state.loop.clock(), self._state.catalogue.mark)
 
+    def mark_at(self, when: float) -> int:
+        """Of the pool: what is stamped below it was stamped by then; see ``ages``."""
+        return self._ages.mark_at(when)
+
     def answer(self, connection: Connection, message: FromClient) -> bool:
         """Answer now or, with what a tier has to do for it, later. Whether it is one of these questions."""
         match message:

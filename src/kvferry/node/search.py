@@ -190,6 +190,8 @@ class Searches:
         )
 
     def _located(self, search: Search, asked: Sequence[tuple[int, int]], where: Sequence[Where]) -> None:
+        if self._state.located is not None:
+            self._state.located(search.refs(asked), where)
         if not self._waits(search):
             return
         for at, place in zip(asked, where, strict=True):

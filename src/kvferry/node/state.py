@@ -2,13 +2,14 @@
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.breaker import Breaker
 from kvferry.costs import RateEstimate
 from kvferry.identity.boundaries import Span, needed_spans
 from kvferry.identity.names import DOMAIN_TAG_BYTES, PartKey, PartRef
+from kvferry.keeper.wire import Where
 from kvferry.loop import Loop
 from kvferry.node import wire
 from kvferry.node.counters import Counters
@@ -104,6 +105,9 @@ class Limits:
     write_rate: int | None = None
 
 
+Located = Callable[[Sequence[PartRef], Sequence[Where]], None]
+
+
 @dataclass(slots=True)
 class NodeState:
     """Used on the loop's thread only. detours: whether keepers bring what the tier has lost."""
@@ -117,6 +121,7 @@ class NodeState:
     limits: Limits = Limits()
     quota: QuotaTier | None = None  # the tier, when it is one
     keepers: Keepers | None = None  # of what lies behind the tier
+    located: Located | None = None  # told what keepers said of where parts are
     counters: Counters = field(default_factory=Counters)
     explain: ExplainRing = field(default_factory=ExplainRing)
     prompts: Prompts = field(default_factory=Prompts)

@@ -15,7 +15,7 @@ from msgspec import Meta
 from kvferry.frames import FRAME_LIMIT_BYTES
 from kvferry.identity.names import DIGEST_BYTES, MAX_PART_BYTES, MAX_PARTS, NAMESPACE_BYTES
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_FRAME_BYTES = FRAME_LIMIT_BYTES
 MAX_HELLO_BYTES = 16 << 10  # of the first frame: nobody knows yet whose it is
 MAX_TOKEN = 4096
@@ -149,7 +149,7 @@ class Attach(Message, frozen=True):
     """Declare a namespace. part_bytes: by part number; 0 for a part that does not exist.
 
     trailing: by part number, which chunks a boundary needs of it: 0 for all before it, n for the last n.
-    Empty: all 0.
+    Empty: all 0. cache_tokens: how many the engine's own cache holds; 0: it does not say.
     """
 
     namespace: Namespace
@@ -158,6 +158,7 @@ class Attach(Message, frozen=True):
     domain: Text
     label: Text = ""
     trailing: Annotated[tuple[Count, ...], Meta(max_length=MAX_PARTS)] = ()
+    cache_tokens: Count = 0
 
 
 class Lookup(Message, frozen=True):
@@ -167,7 +168,7 @@ class Lookup(Message, frozen=True):
     prefill: all zero when the engine has measured nothing, or wants whatever is there: nothing is weighed
     against recomputing then, and only the deadline cap bounds the load.
     queued_s: GPU seconds of requests waiting behind this one. max_wait_s: answer within this time.
-    deadline_cap_s: 0 takes the node's setting.
+    deadline_cap_s: 0 takes the node's setting. engine_tokens: what the engine has in its own cache.
     """
 
     ticket: Count
@@ -180,6 +181,20 @@ class Lookup(Message, frozen=True):
     queued_s: Seconds = 0.0
     max_wait_s: Seconds = 0.05
     deadline_cap_s: Seconds = 0.0
+    engine_tokens: Count = 0
+
+
+class Came(Message, frozen=True):
+    """A request has come for which nothing is looked up: the engine has it all itself, or may load nothing.
+
+    For those who follow the node, where there are any (``Welcome.feed``). chunks: all of the prompt's.
+    """
+
+    request_id: RequestId
+    namespace: Namespace
+    chunks: Digests
+    prompt_tokens: Count
+    engine_tokens: Count
 
 
 class Match(Message, frozen=True):
@@ -313,13 +328,14 @@ class Ping(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Accepted. epoch: names this node process."""
+    """Accepted. epoch: names this node process. feed: whether it tells others what is asked of it."""
 
     protocol: int
     version: Text
     epoch: Count
     pid: Count
     pool_bytes: Count
+    feed: bool = False
 
 
 class Refusal(Message, frozen=True):
@@ -403,26 +419,10 @@ class Pong(Message, frozen=True):
     """Answer to Ping."""
 
 
-FromClient = (
-    Hello
-    | Attach
-    | Lookup
-    | Match
-    | Join
-    | Copied
-    | Corrupt
-    | EndLoad
-    | Reserve
-    | Commit
-    | Abandon
-    | Report
-    | StatusQuery
-    | ExplainQuery
-    | DropQuery
-    | PromptQuery
-    | FetchQuery
-    | Ping
-)
+_Loading = Lookup | Came | Match | Join | Copied | Corrupt | EndLoad
+_Storing = Reserve | Commit | Abandon
+_Asking = StatusQuery | ExplainQuery | DropQuery | PromptQuery | FetchQuery
+FromClient = Hello | Attach | _Loading | _Storing | Report | _Asking | Ping
 FromNode = (
     Welcome | Refusal | Attached | Answer | Matched | PartsReady | LoadEnded | Reserved | Document | Pong
 )

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvferry.errors import BrokenError, RefusedError
 from kvferry.identity.names import DIGEST_BYTES, PartKey
 from kvferry.pool.books import check_books
+from kvferry.pool.changes import Changes
 from kvferry.pool.entries import (
     CatalogueStatistics,
     Declined,
@@ -54,6 +55,7 @@ class Catalogue:
         self._pinned_bytes = self._filling_bytes = 0
         self._committed = self._abandoned = self._dropped = 0
         self._evictions = self._evicted_bytes = self._full = self._unreported = 0
+        self._changes: Changes | None = None
 
     def register(
         self, namespace: bytes, part_bytes: tuple[int, ...], domain: str, *, trailing: tuple[int, ...] = ()
@@ -214,6 +216,8 @@ class Catalogue:
             self._ready -= 1
             self._unlinked += 1
             self._policy.gone(entry)
+            if self._changes is not None:
+                self._changes.note(key)
 
     def drop(self, namespace: bytes | None = None, *, before: int | None = None) -> int:
         """Remove every unpinned READY part (of one namespace). Returns the bytes of memory freed.
@@ -244,6 +248,11 @@ class Catalogue:
         """The parts evicted since the last call (the latest MAX_EVICTED_UNREPORTED of them)."""
         evicted, self._evicted = self._evicted, deque(maxlen=MAX_EVICTED_UNREPORTED)
         return list(evicted)
+
+    def watch(self) -> Changes:
+        """From now on what becomes whole or stops being so is noted there; it must be taken from there."""
+        self._changes = Changes(self._namespaces)
+        return self._changes
 
     def statistics(self) -> CatalogueStatistics:
         """A snapshot, in constant time."""
@@ -372,6 +381,8 @@ class Catalogue:
         if not entry.unlinked:
             self._ready += 1
             self._policy.ready(entry)
+            if self._changes is not None:
+                self._changes.note(key)
             return
         self._policy.gone(entry)
         if entry.pins:
@@ -388,6 +399,8 @@ class Catalogue:
     def _remove(self, entry: Entry) -> None:
         """Take an unpinned READY entry out."""
         self._ready -= 1
+        if self._changes is not None:
+            self._changes.note(entry.key)
         self._policy.gone(entry)
         self._free(entry)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvferry.errors import RefusedError
+from kvferry.identity.boundaries import core_parts
 from kvferry.identity.names import MAX_PART_BYTES, MAX_PARTS, NAMESPACE_BYTES, PartKey
 from kvferry.lifetimes import NEVER
 from kvferry.pool.slots import Run
@@ -130,11 +131,12 @@ class Namespace:
     part number (``identity.boundaries``); empty when all are 0.
     """
 
-    __slots__ = ("chunks", "domain", "part_bytes", "parts", "trailing")
+    __slots__ = ("chunks", "core", "domain", "part_bytes", "parts", "trailing")
 
     def __init__(self, part_bytes: tuple[int, ...], domain: str, trailing: tuple[int, ...]) -> None:
         self.part_bytes = part_bytes
         self.parts = tuple(part for part, nbytes in enumerate(part_bytes) if nbytes)
+        self.core = core_parts(part_bytes, trailing)
         self.domain = domain
         self.trailing = trailing
         self.chunks: dict[bytes, dict[int, Entry]] = {}  # chunk digest -> part index -> entry
@@ -148,6 +150,17 @@ class Namespace:
             elif len(parts) < len(self.parts) or not all(entry.readable for entry in parts.values()):
                 readable = {part for part, entry in parts.items() if entry.readable}
                 yield Gap(position, tuple(part for part in self.parts if part not in readable))
+
+    def whole(self, chunk: bytes) -> bool:
+        """Whether all of it is readable that a boundary needs of every chunk before it."""
+        parts = self.chunks.get(chunk)
+        if parts is None:
+            return False
+        for part in self.core:
+            entry = parts.get(part)
+            if entry is None or not entry.readable:
+                return False
+        return True
 
     def needed(self, chunks: Sequence[bytes], *, ends: int = 0) -> Iterator[Entry]:
         """What is held of what a boundary after these chunks needs, tail first, head last.
