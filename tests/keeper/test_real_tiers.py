@@ -67,7 +67,7 @@ class Host:
         form: Form = Sealed(KEY_IDS) if self.keys else Plain()
         valkey = ValkeyTier.connect(self.server.settings(protection=protection, no_touch=True))
         bucket = self.directory / "bucket"
-        bucket.mkdir(exist_ok=True)
+        bucket.mkdir(mode=0o700, exist_ok=True)
         return Keeper(
             valkey=valkey,
             disk=DiskTier.open(DiskSettings(self.directory / "disk", 256 << 20)),

@@ -187,7 +187,7 @@ def test_what_is_being_dropped_is_left_alone_until_that_has_ended(monkeypatch: p
 def test_real_tiers_name_what_was_used_lately_and_lack_what_was_never_there(tmp_path: Path) -> None:
     """And asking is no use of it."""
     refs = prompt("a", 6)
-    (tmp_path / "bucket").mkdir()
+    (tmp_path / "bucket").mkdir(mode=0o700)
     disk = DiskTier.open(DiskSettings(tmp_path / "disk", 64 << 20))
     objects = ObjectTier.open(ObjectSettings(f"file://{tmp_path / 'bucket'}", linger_s=0.01))
     try:
@@ -206,7 +206,7 @@ def test_real_tiers_name_what_was_used_lately_and_lack_what_was_never_there(tmp_
 
 
 def test_a_bucket_that_is_nearly_full_lacks_nothing_that_it_has_no_room_for(tmp_path: Path) -> None:
-    (tmp_path / "bucket").mkdir()
+    (tmp_path / "bucket").mkdir(mode=0o700)
     refs = prompt("a", 8, nbytes=1 << 20)
     objects = ObjectTier.open(
         ObjectSettings(f"file://{tmp_path / 'bucket'}", linger_s=0.01, pack_bytes=1 << 20, max_bytes=8 << 20)

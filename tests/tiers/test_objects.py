@@ -52,12 +52,6 @@ def _there(tier: ObjectTier, *refs: PartRef) -> list[bool]:
     return found
 
 
-def test_a_directory_that_is_made_for_objects_is_its_owners_alone(tmp_path: Path) -> None:
-    directory = tmp_path / "new"
-    ObjectTier.open(ObjectSettings(f"file://{directory}", **QUICK)).close()
-    assert directory.stat().st_mode & 0o777 == 0o700
-
-
 def _refresh(tier: ObjectTier) -> None:
     tier._engine.submit(tier._upkeep.refresh()).result(60)
 

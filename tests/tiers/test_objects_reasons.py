@@ -160,8 +160,24 @@ def test_one_end_speaks_tls_and_the_other_does_not(authority: Authority) -> None
 
 def test_a_directory_that_is_not_ours_never_will_be(tmp_path: Path) -> None:
     directory = tmp_path / "theirs"
-    directory.mkdir()
+    directory.mkdir(mode=0o700)
     (directory / "v1").write_text("no directory")
     with pytest.raises(MisconfiguredError) as found:
         ObjectTier.open(ObjectSettings(f"file://{directory}")).close()
     assert "AWS_" not in str(found.value)
+
+
+def test_a_directory_that_is_made_for_objects_is_its_owners_alone(tmp_path: Path) -> None:
+    directory = tmp_path / "new"
+    ObjectTier.open(ObjectSettings(f"file://{directory}")).close()
+    assert directory.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o750, 0o701, 0o777])
+def test_a_directory_that_others_can_enter_is_refused(tmp_path: Path, mode: int) -> None:
+    directory = tmp_path / "open"
+    directory.mkdir()
+    directory.chmod(mode)
+    with pytest.raises(MisconfiguredError, match=r"open to others or theirs.*chmod 700"):
+        ObjectTier.open(ObjectSettings(f"file://{directory}")).close()
+    assert not list(directory.iterdir())

@@ -11,12 +11,12 @@ import logging
 import mmap
 import os
 import re
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvferry.errors import MisconfiguredError
 from kvferry.tiers.disk.format import BLOCK_BYTES
+from kvferry.tiers.private import make_private
 
 log = logging.getLogger("kvferry.tiers.disk")
 
@@ -50,17 +50,11 @@ class SegmentFiles:
         Raises MisconfiguredError, one line: in use, open to others, or not writable.
         """
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = directory.stat()
+            make_private(directory, of=f"disk tier in {directory}")
         except OSError as error:
             raise MisconfiguredError(
                 f"disk tier in {directory}: {error.strerror}; name a directory"
             ) from error
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            raise MisconfiguredError(
-                f"disk tier in {directory}: it is open to others or theirs, and will hold users' prompts; "
-                f"chmod 700 {directory}, or name a directory that does not exist yet"
-            )
         with contextlib.ExitStack() as undo:
             try:
                 lock = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT | _OURS, 0o600)

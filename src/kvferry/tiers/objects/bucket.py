@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from kvferry.errors import KvferryError, MisconfiguredError
 from kvferry.tiers.objects.reasons import lacks_credentials, reason
 from kvferry.tiers.objects.settings import ObjectSettings, Place, parse_place
+from kvferry.tiers.private import make_private
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -167,7 +168,7 @@ def open_bucket(settings: ObjectSettings) -> Bucket:
 
 def _open(stores: Any, settings: ObjectSettings, place: Place) -> "ObjectStore":
     if place.directory is not None:
-        place.directory.mkdir(mode=0o700, parents=True, exist_ok=True)  # it will hold users' prompts
+        make_private(place.directory, of=f"objects at {settings.url}")
         store = stores.LocalStore(place.directory, mkdir=True, automatic_cleanup=True)
         _sweep(place.directory)
         return store
