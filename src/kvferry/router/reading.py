@@ -304,9 +304,8 @@ def _response(asked: _Body, chain: KeyChain) -> None:
         if not isinstance(item, dict):
             raise RefusedError(f"input[{number}] is {_kind(item)}: it must be an object")
         role = item.get("role")
-        if "type" in item and item["type"] == "message":
-            item = {field: value for field, value in item.items() if field != "type"}
-        _message(chain, f"input[{number}]", role if isinstance(role, str) else "", item)
+        said = {field: value for field, value in item.items() if (field, value) != ("type", "message")}
+        _message(chain, f"input[{number}]", role if isinstance(role, str) else "", said)
 
 
 _BUILDERS: dict[str, Build] = {

@@ -1,0 +1,207 @@
+"""A request at a worker, and what its course teaches: paces, lengths, what the worker's cache holds. Pure.
+
+sent ──► waiting ──first_byte──► decoding ──end──► over
+           │ how long the prefill took ▲     ▲ how much was cached, how long tokens took
+           └──────────── end ────────────────┘ (never computed: nothing is there of it)
+"""
+
+from dataclasses import dataclass
+
+from kvferry.router.contract import Asked, Ended, Usage
+from kvferry.router.explain import Record
+from kvferry.router.knowledge import Knowledge
+from kvferry.router.knowledge.knowledge import Worker
+from kvferry.router.load import CountedFlight, Loads
+from kvferry.router.pace import Decodes, Pace, Prefills
+
+TELLING_TOKENS = 8  # of an answer, for its tokens to say how fast decode is
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """A worker as a pool sees it."""
+
+    url: str
+    worker: Worker
+    pace: Pace
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchWish:
+    """These chunks will be asked for at that node. digests: the prefix's, in order."""
+
+    node: str
+    namespace: bytes
+    digests: bytes
+
+
+class Pool:
+    """What is known of the workers of one model. busy: how many of them have a prefill to do."""
+
+    def __init__(self, knowledge: Knowledge) -> None:
+        self.knowledge = knowledge
+        self.loads = Loads()
+        self.prefills = Prefills()
+        self.decodes = Decodes()
+        self.workers: dict[str, Known] = {}
+        self.busy = 0
+
+    def know(self, url: str) -> Known:
+        """Made when there is none."""
+        known = self.workers.get(url)
+        if known is None:
+            known = self.workers[url] = Known(url, self.knowledge.worker(url), Pace())
+        return known
+
+    def lose(self, url: str) -> bool:
+        """It is gone or another one. Returns whether it was known."""
+        self.loads.removed(url)
+        self.knowledge.worker_lost(url)
+        known = self.workers.pop(url, None)
+        if known is not None and known.pace.busy:
+            self.busy -= 1
+        return known is not None
+
+    def joins(self, known: Known, flight: "CostFlight", work_s: float, now: float) -> None:
+        """A prefill is sent there."""
+        if not known.pace.busy and self._is_current(known):
+            self.busy += 1
+        known.pace.begin(flight, work_s, now)
+
+    def leaves(self, known: Known, flight: "CostFlight", now: float) -> None:
+        """It is done, or left."""
+        if known.pace.over(flight, now) and self._is_current(known):
+            self.busy -= 1
+
+    def observe(self, known: Known, new_tokens: int, context_tokens: int, seconds: float, now: float) -> None:
+        """A prefill that waited for nothing took so long."""
+        prefills = self.prefills
+        tokens = int(prefills.typical_tokens)
+        before = prefills.model.seconds(tokens)
+        if prefills.observe(new_tokens, context_tokens, seconds, now):
+            ratio = prefills.model.seconds(tokens) / before
+            for other in self.workers.values():
+                if self.knowledge.prefill(other.worker) is None:
+                    other.pace.rescale(ratio)
+
+    def predicted_s(self, known: Known, new_tokens: int, context_tokens: int) -> float:
+        """A prefill there, without the worker's factor."""
+        prefill = self.knowledge.prefill(known.worker) or self.prefills.model
+        return prefill.seconds(new_tokens, context_tokens)
+
+    def _is_current(self, known: Known) -> bool:
+        return self.workers.get(known.url) is known
+
+
+class CostFlight(CountedFlight):
+    """A ``contract.Flight``. wish: what the worker's node should bring into memory for it."""
+
+    __slots__ = (
+        "_ahead_s",
+        "_asked",
+        "_at",
+        "_first_at",
+        "_known",
+        "_last_at",
+        "_mark",
+        "_pool",
+        "_price",
+        "_record",
+        "_streams",
+        "_tokens",
+        "_told",
+        "wish",
+    )
+
+    def __init__(
+        self,
+        pool: Pool,
+        asked: Asked,
+        known: Known,
+        record: Record,
+        now: float,
+        *,
+        wish: PrefetchWish | None,
+    ) -> None:
+        price = record.expected
+        new_tokens = max(record.prompt_tokens - price.cached_tokens, 0)
+        super().__init__(known.url, pool.loads, prefill_tokens=new_tokens, hit_tokens=price.cached_tokens)
+        self.wish = wish
+        self._pool, self._asked, self._known, self._record, self._price = pool, asked, known, record, price
+        self._at = self._last_at = now
+        self._ahead_s = known.pace.ahead_s()
+        self._mark = pool.knowledge.sent(asked, known.worker, new_tokens=new_tokens)
+        self._told: tuple[float, float] | None = None
+        self._first_at: float | None = None
+        self._tokens = self._streams = 0
+        pool.joins(known, self, price.prefill_s / price.factor, now)
+
+    def first_byte(self, now: float) -> None:
+        """See ``Flight``."""
+        if self._first_at is not None:
+            return
+        super().first_byte(now)
+        self._first_at = self._last_at = now
+        self._streams = self._load.decoding
+        self._record.ttft_s = seconds = now - self._at
+        price = self._price
+        predicted = self._predicted_s(price.prefill_s / price.factor)
+        if self._asked.keys:
+            self._told = self._known.pace.took(seconds - self._loading_s(), predicted, now)
+        self._pool.leaves(self._known, self, now)
+
+    def token(self, now: float) -> None:
+        """See ``Flight``."""
+        self._tokens += 1
+        self._last_at = now
+
+    def end(self, how: Ended, now: float, usage: Usage | None = None) -> None:
+        """See ``Flight``."""
+        super().end(how, now, usage)
+        self._record.ended = how.value
+        pool, knowledge = self._pool, self._pool.knowledge
+        if self._first_at is None:
+            pool.leaves(self._known, self, now)
+            knowledge.seen.taken_back(self._asked.keys, self._mark)
+            return
+        if how is Ended.FAILED or how is Ended.REFUSED:
+            knowledge.seen.taken_back(self._asked.keys, self._mark)
+        if self._tokens >= TELLING_TOKENS:
+            streams = (self._streams + self._load.decoding + 1) / 2 - 1
+            pool.decodes.observe(max(streams, 0.0), (self._last_at - self._first_at) / (self._tokens - 1))
+        if usage is not None and usage.prompt_tokens > 0 and self._asked.keys:
+            self._learn(usage, now)
+
+    def _loading_s(self) -> float:
+        """Of the expected time: what was a load's, not a prefill's."""
+        return max(self._price.load_s - self._price.wait_s, 0.0)
+
+    def _predicted_s(self, prefill_s: float) -> float:
+        """Until the first token, by the model, with what was ahead of it; without the factor."""
+        return prefill_s + self._price.wait_s / self._price.factor
+
+    def _learn(self, usage: Usage, now: float) -> None:
+        """From what the answer says of the prompt."""
+        pool, knowledge, record, price = self._pool, self._pool.knowledge, self._record, self._price
+        record.seen_prompt_tokens, record.cached_tokens = usage.prompt_tokens, usage.cached_tokens
+        knowledge.tokens_seen(self._asked, usage.prompt_tokens)
+        knowledge.seen.computed(self._known.worker.number, usage.completion_tokens)
+        cached = usage.cached_tokens if usage.cached_tokens is not None else price.cached_tokens
+        new_tokens = max(usage.prompt_tokens - cached, 1)
+        seconds = record.ttft_s
+        if seconds is None:
+            return
+        loading_s = self._loading_s() if cached > price.engine_tokens // 2 else 0.0
+        if self._ahead_s == 0.0:
+            pool.observe(self._known, new_tokens, cached, seconds - loading_s, now)
+        if usage.cached_tokens is None:
+            return
+        if self._told is not None and usage.cached_tokens < price.cached_tokens // 2:
+            actual = pool.predicted_s(self._known, new_tokens, cached)
+            self._known.pace.corrected(self._told, seconds - loading_s, self._predicted_s(actual))
+        if knowledge.seen.answered(
+            self._mark,
+            expected_tokens=price.engine_tokens,
+            cached_tokens=usage.cached_tokens,
+        ):
+            knowledge.emptied(self._known.worker)
