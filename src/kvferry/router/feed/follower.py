@@ -68,6 +68,9 @@ class Knowledge(Protocol):
     def reset(self, node: str) -> None:
         """What was told of this node counts no more; what follows tells all of it anew."""
 
+    def met(self, node: str, *, behind: str) -> None:
+        """Told after each reset: which Valkey is behind it, as its ``Welcome`` says."""
+
     def lost(self, node: str) -> None:
         """It is not followed any more: what was told ages from now on."""
 
@@ -238,6 +241,7 @@ class Follower:
             self._snapshots += 1
             self._known = True
             self._knowledge.reset(self.name)
+            self._knowledge.met(self.name, behind=self.stream.behind)
         for event in taken.events:
             self._events += 1
             for piece in _pieces(event):
