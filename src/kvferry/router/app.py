@@ -6,29 +6,29 @@ import ipaddress
 import logging
 import os
 import resource
+import secrets
 import signal
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvferry import __version__
 from kvferry.certificates import Contexts, Labels, client_context, server_context
 from kvferry.errors import ClosedError, MisconfiguredError
-from kvferry.router.contract import Asked, Flight, Guide
-from kvferry.router.http.desk import Order, Request, Seen
+from kvferry.router.contract import Guide
+from kvferry.router.health import Change, State
+from kvferry.router.http.limits import Limits
 from kvferry.router.http.proxy import Proxy, ProxyStatistics
 from kvferry.router.policies import RoundRobin
+from kvferry.router.reception import Reception
+from kvferry.router.roster import DEFAULT_POOL, Roster
 from kvferry.router.settings import RouterSettings
+from kvferry.router.trust import Trust
 from kvferry.tiers.valkey.url import Address
 
 TLS_LABELS = Labels("tls_ca ", "tls_cert ", "tls_key ")
 WORKER_TLS_LABELS = Labels("worker_tls_ca ", "worker_tls_cert ", "worker_tls_key ")
 BACKLOG = 1024
 STATISTICS_S = 5.0
-# What an engine may compute twice: nobody sees the first time, and nothing is kept of it.
-_REPEATABLE = frozenset(
-    "/v1/" + name
-    for name in ("completions", "chat/completions", "embeddings", "score", "rerank", "messages", "responses")
-) | frozenset(("/tokenize", "/detokenize", "/pooling", "/classify", "/score", "/rerank", "/v2/rerank"))
 
 log = logging.getLogger("kvferry.router")
 
@@ -46,8 +46,14 @@ class RouterStatistics:
 class Router:
     """Owns all of it, on the running event loop: ``start``, then ``stop``."""
 
-    def __init__(self, settings: RouterSettings, *, guide: Guide | None = None) -> None:
-        """Raises MisconfiguredError, one line."""
+    def __init__(
+        self,
+        settings: RouterSettings,
+        *,
+        make_guide: Callable[[], Guide] = RoundRobin,
+        limits: Limits | None = None,
+    ) -> None:
+        """limits: in place of what follows from the settings. Raises MisconfiguredError, one line."""
         self.settings = settings
         self._tls = None
         if settings.tls is not None:
@@ -57,10 +63,18 @@ class Router:
         worker_tls: Contexts | None = None
         if any(url.startswith("https:") for url in settings.workers):
             worker_tls = Contexts(lambda: client_context(to_workers, WORKER_TLS_LABELS), to_workers)
-        self.guide: Guide = guide or RoundRobin()
-        self.proxy = Proxy(self, limits=settings.limits, worker_tls=worker_tls)
+        limits = limits or settings.limits
+        self.roster = Roster(in_flight=self._in_flight)
+        self.reception = Reception(
+            roster=self.roster,
+            trust=Trust(),
+            make_guide=make_guide,
+            seed=secrets.randbits(63),
+            apart_bytes=limits.apart_bytes,
+            changed=self._changed,
+        )
+        self.proxy = Proxy(self.reception, limits=limits, worker_tls=worker_tls)
         self._started = self.proxy.now()
-        self._workers = list(settings.workers)
         self._server: asyncio.Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -75,9 +89,8 @@ class Router:
     async def start(self) -> None:
         """Listen and serve. Raises MisconfiguredError where it cannot listen."""
         self._loop = asyncio.get_running_loop()
-        for url in self._workers:
-            self.guide.worker_added(url)
-            self.proxy.add_worker(url)
+        for url in self.settings.workers:
+            self.add_worker(url)
         listen = self.settings.listen
         try:
             self._server = await self._loop.create_server(
@@ -92,6 +105,12 @@ class Router:
                 f"cannot listen at {listen}: {error.strerror or error}; choose another --listen"
             ) from error
         self.proxy.start()
+
+    def add_worker(self, url: str, *, pool: str = DEFAULT_POOL) -> None:
+        """It gets requests from now on. Raises RefusedError: see ``Roster.add``."""
+        self.roster.add(url, pool=pool, now=self.proxy.now())
+        self.reception.guide(pool).worker_added(url)
+        self.proxy.add_worker(url)
 
     async def stop(self) -> None:
         """Listening ends, requests in flight have a while."""
@@ -117,25 +136,15 @@ class Router:
             os.getpid(), __version__, self.proxy.now() - self._started, self.proxy.statistics()
         )
 
-    # What the proxy asks: see ``http.desk.Desk``.
+    def _in_flight(self, url: str) -> int:
+        return self.proxy.in_flight(url)
 
-    def read(self, request: Request) -> Order:
-        """See ``Desk``."""
-        repeatable = request.method in (b"GET", b"HEAD", b"OPTIONS") or request.path in _REPEATABLE
-        asked = Asked(request.request_id, "", ())
-        return Order(request, asked, request.body, request.fields, repeatable)
-
-    def candidates(self, order: Order, tried: Collection[str]) -> Sequence[str]:
-        """See ``Desk``."""
-        del order
-        return [url for url in self._workers if url not in tried] if tried else self._workers
-
-    def begin(self, order: Order, *, among: Sequence[str], now: float) -> Flight:
-        """See ``Desk``."""
-        return self.guide.begin(order.asked, among=among, now=now)
-
-    def seen(self, worker: str, what: Seen, now: float) -> None:
-        """See ``Desk``."""
+    def _changed(self, url: str, change: Change) -> None:
+        log.info("worker %s is %s (was %s)", url, change.after.value, change.before.value)
+        if change.after is State.DOWN:
+            self.proxy.worker_down(url)
+        elif change.after in (State.UP, State.TRIAL):
+            self.proxy.waiting.wake()
 
 
 def run(settings: RouterSettings, *, reload: Callable[[], RouterSettings]) -> int:

@@ -1,22 +1,12 @@
 """What the proxy asks of the rest of the router, about each request. ``app`` answers."""
 
-import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.router.contract import Asked, Flight
+from kvferry.router.health import Failure
 from kvferry.router.http.head import Fields
-
-
-class Seen(enum.Enum):
-    """What a request showed of its worker's health."""
-
-    ANSWERED = "answered"  # whatever it said below 500
-    FAILING = "failing"  # 5xx
-    UNREACHABLE = "unreachable"  # no connection
-    LOST = "lost"  # the connection ended before the answer did
-    SILENT = "silent"  # no byte in time
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +53,17 @@ class Desk(Protocol):
         ...
 
     def candidates(self, order: Order, tried: Collection[str]) -> Sequence[str]:
-        """Workers that may be sent it now, but for those tried."""
+        """Who may be sent it now, but for those tried. Raises TurnedAwayError where nobody ever may."""
         ...
 
     def begin(self, order: Order, *, among: Sequence[str], now: float) -> Flight:
         """Choose and count it: see ``contract.Guide``."""
         ...
 
-    def seen(self, worker: str, what: Seen, now: float) -> None:
-        """For its health."""
+    def answered(self, worker: str, status: int, now: float) -> None:
+        """An answer begins: for the worker's health."""
+        ...
+
+    def failed(self, worker: str, what: Failure, now: float) -> None:
+        """There was none, or it broke off: for the worker's health."""
         ...

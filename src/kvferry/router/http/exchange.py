@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from kvferry.errors import RefusedError
 from kvferry.router.contract import Ended, Usage
-from kvferry.router.http.desk import Order, Request, Seen
+from kvferry.router.health import Failure
+from kvferry.router.http.desk import Order, Request
 from kvferry.router.http.framing import Body
 from kvferry.router.http.guard import Guard
-from kvferry.router.http.head import AnswerHead, BadHeadError, RequestHead, answer_bytes, request_bytes
+from kvferry.router.http.head import AnswerHead, RequestHead, answer_bytes, request_bytes
 from kvferry.router.http.link import Attempt
-from kvferry.router.http.refusals import as_chunk, broken_stream, refusal
+from kvferry.router.http.refusals import TurnedAwayError, as_chunk, broken_stream, refusal
 from kvferry.router.http.usage import Tail
 from kvferry.router.http.worker import WorkerConnection
 
@@ -42,9 +43,27 @@ class Exchange:
     """Belongs to one client connection; told by it, by a worker's connection and by the proxy's clock."""
 
     __slots__ = (
-        "_answer", "_attempt", "_client", "_connection", "_followed", "_guard", "_head", "_order", "_proxy",
-        "_request", "_reused", "_sends", "_sse", "_started", "_tail", "_tried", "_tunnel", "moved_at",
-        "phase", "why",
+        "_answer",
+        "_attempt",
+        "_client",
+        "_connection",
+        "_followed",
+        "_guard",
+        "_head",
+        "_order",
+        "_proxy",
+        "_request",
+        "_reused",
+        "_sends",
+        "_sse",
+        "_started",
+        "_status",
+        "_tail",
+        "_tried",
+        "_tunnel",
+        "_why",
+        "moved_at",
+        "phase",
     )  # fmt: skip
 
     def __init__(
@@ -69,7 +88,8 @@ class Exchange:
         self._tail = Tail()
         self.phase = Phase.READING
         self.moved_at = proxy.now()  # when bytes moved last, or the phase began
-        self.why = ""
+        self._why = ""
+        self._status = 502
 
     @property
     def _id(self) -> bytes:
@@ -88,7 +108,7 @@ class Exchange:
     def unreadable(self, error: RefusedError) -> None:
         """It is refused: the client's fault."""
         if self.phase is Phase.READING:
-            status = error.status if isinstance(error, BadHeadError) else 400
+            status = error.status if isinstance(error, TurnedAwayError) else 400
             self._refuse(status, str(error))
 
     def defect(self) -> None:
@@ -148,7 +168,7 @@ class Exchange:
         """The worker has been silent for too long, is gone for good, or the router stops."""
         if self.phase in (Phase.SENT, Phase.PASSING, Phase.CONNECTING):
             self._drop_connection()
-            self._failed(why, Seen.SILENT)
+            self._failed(why, Failure.SILENT)
         elif self.phase is not Phase.OVER:
             self._refuse(503, why)
 
@@ -164,11 +184,18 @@ class Exchange:
         self.phase = Phase.WAITING
         self._moved()
         proxy, order = self._proxy, self._order
-        if order is None or (not proxy.waiting and self.place()):
+        if order is None:
             return
-        if not proxy.desk.candidates(order, self._tried):
-            if self.why:
-                self._refuse(504 if "no byte" in self.why else 502, self.why)
+        try:
+            known = bool(proxy.desk.candidates(order, self._tried))
+        except TurnedAwayError as error:
+            self._refuse(error.status, str(error))
+            return
+        if known and not proxy.waiting and self.place():
+            return
+        if not known:
+            if self._tried:
+                self._refuse(self._status, self._why)
             else:
                 proxy.count("no_worker")
                 self._refuse(503, "no worker is available", retry_after_s=proxy.retry_after_s)
@@ -197,10 +224,10 @@ class Exchange:
         self._attempt = None
         self._send(connection)
 
-    def unconnected(self, why: str) -> None:
+    def unconnected(self, why: str, what: Failure) -> None:
         """See ``link.Connecting``."""
         self._attempt = None
-        self._failed(why, Seen.UNREACHABLE)
+        self._failed(f"{self.worker}: {why}", what)
 
     def _send(self, connection: WorkerConnection) -> None:
         guard, order = self._guard, self._order
@@ -231,7 +258,7 @@ class Exchange:
             return
         self._moved()
         proxy = self._proxy
-        proxy.desk.seen(guard.worker, Seen.FAILING if head.status >= 500 else Seen.ANSWERED, proxy.now())
+        proxy.desk.answered(guard.worker, head.status, proxy.now())
         again = head.status in _REPEATED and order.repeatable and self._sends < MAX_SENDS
         if again and proxy.desk.candidates(order, {**self._tried, guard.worker: None}):
             self._drop_connection()
@@ -279,7 +306,7 @@ class Exchange:
             self.phase = Phase.CONNECTING
             self._attempt = guard.link.connect(self)  # it had closed the connection before it saw the request
             return
-        self._failed(f"{guard.worker}: {why}", Seen.LOST)
+        self._failed(f"{guard.worker}: {why}", Failure.LOST)
 
     def worker_stalls(self, *, stalled: bool) -> None:
         """See ``worker.Receiver``."""
@@ -298,20 +325,20 @@ class Exchange:
             self._head.close = True
         self._client.write(answer_bytes(answer, request_id=self._id, close=self._head.close))
 
-    def _failed(self, why: str, seen: Seen | None) -> None:
+    def _failed(self, why: str, what: Failure | None) -> None:
         """Another worker, or the end."""
         guard, order, proxy = self._guard, self._order, self._proxy
         if guard is None or order is None:
             return
-        if seen is not None:
-            proxy.desk.seen(guard.worker, seen, proxy.now())
-        proxy.count("worker_" + (seen.value if seen is not None else Seen.FAILING.value))
+        if what is not None:
+            proxy.desk.failed(guard.worker, what, proxy.now())
+        proxy.count("worker_" + (what or Failure.ERROR).value)
         if self._started:
             proxy.count("broken_streams")
             self._break(why)
             self._end(Ended.FAILED)
             return
-        self.why = why
+        self._why, self._status = why, 504 if what is Failure.SILENT else 502
         self._tried[guard.worker] = None
         sent = self._sends > 0
         self._release(Ended.FAILED)
@@ -321,7 +348,7 @@ class Exchange:
             proxy.count("retries")
             self._find()
         else:
-            self._refuse(504 if seen is Seen.SILENT else 502, why)
+            self._refuse(self._status, why)
 
     def _break(self, why: str) -> None:
         """What the client has is not whole: say so where it can be said, and never end it properly."""

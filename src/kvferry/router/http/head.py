@@ -5,8 +5,9 @@ from collections.abc import Iterable
 
 import httptools
 
-from kvferry.errors import CorruptError, RefusedError
+from kvferry.errors import CorruptError
 from kvferry.router.http.framing import Body, Chunked, Sized, UntilClosed
+from kvferry.router.http.refusals import TurnedAwayError
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_FIELDS = 256
@@ -25,12 +26,8 @@ _TARGET = re.compile(rb"/[!-~\x80-\xff]*")
 _LENGTH = re.compile(rb"[0-9]{1,15}")
 
 
-class BadHeadError(RefusedError):
-    """A request that is none. status: of the answer."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+class BadHeadError(TurnedAwayError):
+    """A request that is none."""
 
 
 class RequestHead:

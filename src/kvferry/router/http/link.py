@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from kvferry.router.health import Failure
 from kvferry.router.http.worker import WorkerConnection
 
 MAX_IDLE = 256
@@ -21,8 +22,8 @@ class Connecting(Protocol):
     def connected(self, connection: WorkerConnection) -> None:
         """Here it is, and nobody else has it."""
 
-    def unconnected(self, why: str) -> None:
-        """There is none to be had."""
+    def unconnected(self, why: str, what: Failure) -> None:
+        """There is none to be had. REFUSED: nobody listens there; SILENT: it cannot be told."""
 
 
 class Attempt:
@@ -111,7 +112,7 @@ class Link:
             await self._none.wait()
 
     async def _connect(self, attempt: Attempt) -> None:
-        why = ""
+        why, what = "", Failure.SILENT
         connection: WorkerConnection | None = None
         try:
             async with asyncio.timeout(self._connect_s):
@@ -120,12 +121,13 @@ class Link:
             why = f"no connection in {self._connect_s:g} s"
         except (OSError, ssl.SSLError) as error:
             why = f"no connection: {error.strerror or error}"
+            what = Failure.REFUSED if isinstance(error, ConnectionRefusedError) else Failure.SILENT
         except asyncio.CancelledError:
             why = "the router stops"
         who = attempt.take()
         if connection is None:
             if who is not None:
-                who.unconnected(why)
+                who.unconnected(why, what)
         elif who is not None:
             who.connected(connection)
         else:

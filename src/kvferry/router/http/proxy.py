@@ -111,6 +111,11 @@ class Proxy:
         link = self._links.get(url)
         return link is not None and link.in_flight < self.limits.per_worker
 
+    def in_flight(self, url: str) -> int:
+        """Requests that hold a place there, also while it leaves."""
+        link = self._links.get(url) or next((link for link in self._leaving if link.url == url), None)
+        return 0 if link is None else link.in_flight
+
     def worker_down(self, url: str) -> None:
         """It answers nothing any more: what waits for a first byte from it is sent elsewhere."""
         for exchange in list(self._exchanges):

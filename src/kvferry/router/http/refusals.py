@@ -2,6 +2,17 @@
 
 import msgspec
 
+from kvferry.errors import RefusedError
+
+
+class TurnedAwayError(RefusedError):
+    """The router answers it itself. status: of the answer."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 REASONS = {
     400: "Bad Request",
     401: "Unauthorized",
