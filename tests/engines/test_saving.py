@@ -1,6 +1,7 @@
 """What is copied out of an engine is bounded, comes back whatever breaks, and is fair to every request."""
 
 import random
+from collections.abc import Sequence  # sorted below
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,14 @@ class EmptyNode:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.came_by: dict[str, tuple[int, int, int]] = {}
         self.epoch = 1
+        self.followed = False
+
+    def came(
+        self, request_id: str, chunks: Sequence[bytes], *, prompt_tokens: int, engine_tokens: int
+    ) -> None:
+        self.came_by[request_id] = (len(chunks), prompt_tokens, engine_tokens)
 
     def lookup(self, request: LookupRequest) -> None:
         self.asked.append(request.request_id)

@@ -127,6 +127,7 @@ class Handshake:
                     domain=space.domain,
                     label=space.label,
                     trailing=space.trailing,
+                    cache_tokens=space.cache_tokens,
                 )
             )
             attached = self._receive()

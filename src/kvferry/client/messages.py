@@ -32,7 +32,7 @@ class NamespaceInfo:
     """namespace: fingerprint (16 bytes). part_bytes: by part number. domain, label: for people.
 
     trailing: by part number, which chunks a boundary needs of it: 0 for all before it, n for the last n
-    (``Geometry.trailing``). Empty: all 0.
+    (``Geometry.trailing``). Empty: all 0. cache_tokens: what the engine's own cache holds; 0: unknown.
     """
 
     namespace: bytes
@@ -41,6 +41,7 @@ class NamespaceInfo:
     domain: str
     label: str = ""
     trailing: tuple[int, ...] = ()
+    cache_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class LookupRequest:
     first_chunk: how many of them the engine has itself. prompt_tokens: of the whole prompt.
     prefill: all zero to load whatever is there, whatever recomputing it would cost.
     queued_s: GPU seconds of requests that wait. deadline_cap_s: 0 takes the node's setting.
+    engine_tokens: what the engine has of it in its own cache, as far as it is more than those chunks.
     """
 
     request_id: str
@@ -59,6 +61,7 @@ class LookupRequest:
     prefill: Prefill
     queued_s: float = 0.0
     deadline_cap_s: float = 0.0
+    engine_tokens: int = 0
 
 
 class PartPlace(NamedTuple):

@@ -25,6 +25,7 @@ from kvferry.node.framing import decode_from_client, encode
 from kvferry.node.wire import (
     MAX_CHUNKS,
     Answer,
+    Came,
     EndLoad,
     FromNode,
     Lookup,
@@ -89,6 +90,7 @@ class SchedulerClient:
         self._wait_s = lookup_wait_s
         self._clock = clock
         self._epoch = 0
+        self._followed = False
         self._tickets = 0
         self._waiting: dict[str, _Waiting] = {}
         self._answers: OrderedDict[str, LookupAnswer] = OrderedDict()
@@ -224,6 +226,25 @@ class SchedulerClient:
         """A load stalled: if it is the node that is silent, later lookups must not wait to find out."""
         self._connection.suspect()
 
+    @property
+    def followed(self) -> bool:
+        """Whether the node tells others what comes here: then ``came`` is of use."""
+        return self._followed
+
+    def came(
+        self, request_id: str, chunks: Sequence[bytes], *, prompt_tokens: int, engine_tokens: int
+    ) -> None:
+        """A request has come for which there is no lookup. chunks: all of its prompt's. Best effort."""
+        message = Came(
+            request_id=request_id,
+            namespace=self._namespace.namespace,
+            chunks=b"".join(chunks[:MAX_CHUNKS]),
+            prompt_tokens=prompt_tokens,
+            engine_tokens=engine_tokens,
+        )
+        if not self._connection.breaker.is_open and _acceptable(message):
+            self._connection.send(message)
+
     def report(self, report: Report) -> None:
         """The engine's side of a request's story, for ``kvferry explain``. Best effort."""
         if not self._connection.breaker.is_open and _acceptable(report):
@@ -250,6 +271,7 @@ class SchedulerClient:
         """See ``connection.Listener``. The scheduler never touches the pool's memory."""
         del descriptor
         self._epoch = welcome.epoch
+        self._followed = welcome.feed
         for waiting in list(self._waiting.values()):
             if waiting.unsent is not None:
                 asked, waiting.unsent = waiting.unsent, None
@@ -278,6 +300,7 @@ class SchedulerClient:
         """See ``connection.Listener``. Loads of answers that nobody fetched yet are gone too."""
         del reason
         self._epoch = 0
+        self._followed = False
         for ticket in list(self._matching):
             self._settle(ticket, MatchAnswer(0, Reason.NODE_DOWN))
         lost = [(request_id, waiting.first_chunk) for request_id, waiting in self._waiting.items()]
@@ -320,6 +343,7 @@ class SchedulerClient:
             queued_s=request.queued_s,
             max_wait_s=wait_s,
             deadline_cap_s=request.deadline_cap_s,
+            engine_tokens=request.engine_tokens,
         )
 
     def _translate(self, message: Answer) -> LookupAnswer:
@@ -356,9 +380,9 @@ class SchedulerClient:
             self.end(self._answers.popitem(last=False)[1].load_id)
 
 
-def _acceptable(message: Lookup | Match | Report) -> bool:
+def _acceptable(message: Lookup | Came | Match | Report) -> bool:
     """Whether a node would take it: one bad value must not cost the connection."""
-    if isinstance(message, Lookup | Match) and len(message.chunks) % DIGEST_BYTES:
+    if isinstance(message, Lookup | Came | Match) and len(message.chunks) % DIGEST_BYTES:
         return False
     try:
         decode_from_client(encode(message)[LENGTH.size :])

@@ -232,6 +232,17 @@ class _Asker:
         """As inside."""
         self._inner.end(load_id)
 
+    @property
+    def followed(self) -> bool:
+        """As inside."""
+        return self._inner.followed
+
+    def came(
+        self, request_id: str, chunks: Sequence[bytes], *, prompt_tokens: int, engine_tokens: int
+    ) -> None:
+        """As inside."""
+        self._inner.came(request_id, chunks, prompt_tokens=prompt_tokens, engine_tokens=engine_tokens)
+
     def suspect(self) -> None:
         """As inside."""
         self._inner.suspect()

@@ -1,6 +1,7 @@
 """What the scheduler side needs of whoever answers its lookups, and how long a step waits for an answer."""
 
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvferry.client.messages import LookupAnswer, LookupRequest, Report
@@ -14,6 +15,14 @@ class Asker(Protocol):
         """Of the node that is connected now; 0 for none."""
         ...
 
+    @property
+    def followed(self) -> bool:
+        """Whether the node tells others what comes here: then ``came`` is of use."""
+        ...
+
+    def came(
+        self, request_id: str, chunks: Sequence[bytes], *, prompt_tokens: int, engine_tokens: int
+    ) -> None: ...
     def lookup(self, request: LookupRequest) -> None: ...
     def poll(self, request_id: str) -> LookupAnswer | None: ...
     def cancel(self, request_id: str) -> None: ...

@@ -105,9 +105,17 @@ def assign(
             domain=settings.domain,
             label=label,
             trailing=geometry.trailing if any(geometry.trailing) else (),
+            cache_tokens=_cache_tokens(config),
         ),
         parts=rank_parts(geometry),
     )
+
+
+def _cache_tokens(config: "VllmConfig") -> int:
+    """What the engine's own cache holds at most; 0 where that is not known yet."""
+    cache = config.cache_config
+    blocks = int(getattr(cache, "num_gpu_blocks", None) or 0)
+    return blocks * int(getattr(cache, "block_size", None) or 0)
 
 
 def rank_parts(geometry: Geometry) -> tuple[tuple[WorkerPart | None, ...], ...]:

@@ -76,6 +76,25 @@ class Lookups:
             self._take_answer(tracked, now)
         return self._offer(tracked, local_tokens)
 
+    def tell(self, tracked: Tracked, local_tokens: int) -> None:
+        """Those who follow the node hear of each request, also of one that is not looked up."""
+        if tracked.told or not self._client.followed:
+            return
+        tracked.told = True
+        request, chunk_tokens = tracked.request, self._geometry.chunk_tokens
+        chunks = int(request.num_prompt_tokens) // chunk_tokens
+        self._named_tokens += chunks * chunk_tokens
+        try:
+            digests = tracked.digests(chunks, chunk_tokens=chunk_tokens)
+        except RefusedError:
+            digests = []
+        self._client.came(
+            tracked.request_id,
+            digests,
+            prompt_tokens=int(request.num_prompt_tokens),
+            engine_tokens=local_tokens,
+        )
+
     def cancel(self, tracked: Tracked) -> None:
         """Whatever was asked or answered is not wanted any more."""
         if tracked.phase is Phase.ASKED:
@@ -125,6 +144,7 @@ class Lookups:
         sizes = {"prompt_tokens": request.num_tokens, "local_tokens": local_tokens}
         plan = plan_lookup(self._geometry, **sizes, cap=tracked.cap)
         if plan is None:
+            self.tell(tracked, local_tokens)
             if plan_lookup(self._geometry, **sizes) is not None:
                 self._counts.add("capped")
                 tracked.settle("capped by the request")
@@ -147,6 +167,7 @@ class Lookups:
                 prefill=self._prefill.prefill(now=now),
                 queued_s=self._queued_s(tracked),
                 deadline_cap_s=self._deadline_cap_s,
+                engine_tokens=local_tokens,
             )
         )
         self._counts.add("lookups")

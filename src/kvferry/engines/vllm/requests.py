@@ -65,7 +65,8 @@ class Tracked:
     """One request. chain: None until its extras are known, and for good where it takes no part.
 
     reads, writes: whether it is looked up, and whether what it computes is stored. filled: the first chunk
-    that the load brings of each group. cap: how much the request itself lets be loaded.
+    that the load brings of each group. cap: how much the request itself lets be loaded. told: the
+    node knows of it without a lookup.
     """
 
     request: Any
@@ -89,6 +90,7 @@ class Tracked:
     first_unsaved: int = 0
     finished: bool = False
     scheduled: bool = False
+    told: bool = False
     story: Story = field(default_factory=Story)
 
     @property

@@ -81,6 +81,8 @@ class SchedulerSide:
             self.counts.add("ineligible")
         tracked.reopen_after_preemption()
         if tracked.eligibility is not Eligibility.YES or not tracked.reads or tracked.phase is Phase.SETTLED:
+            if not tracked.reads:
+                self._lookups.tell(tracked, local_tokens)
             return 0, False
         return self._lookups.matched_tokens(tracked, local_tokens, now=now)
 
