@@ -3,8 +3,9 @@
 import pytest
 
 from kvferry.errors import BrokenError
+from kvferry.router.cache_aware import CacheAware, Thresholds
 from kvferry.router.contract import Asked, Ended, Guide, Key, Usage
-from kvferry.router.policies import LeastLoad, RoundRobin
+from kvferry.router.policies import LeastLoad, RoundRobin, SessionAffinity
 
 WORKERS = ("a", "b", "c")
 
@@ -13,7 +14,7 @@ def asked(length: int = 400, name: bytes = b"k") -> Asked:
     return Asked(request_id="r", model="m", keys=(Key(name, length),))
 
 
-@pytest.fixture(params=[RoundRobin, LeastLoad])
+@pytest.fixture(params=[RoundRobin, LeastLoad, SessionAffinity, CacheAware])
 def guide(request: pytest.FixtureRequest) -> Guide:
     made: Guide = request.param()
     return made
@@ -25,7 +26,9 @@ def worker_counts(guide: Guide) -> dict[str, dict[str, int]]:
     return workers
 
 
-def test_equal_requests_are_spread_over_all_workers(guide: Guide) -> None:
+@pytest.mark.parametrize("policy", [RoundRobin, LeastLoad])
+def test_equal_requests_are_spread_over_all_workers(policy: type[Guide]) -> None:
+    guide = policy()
     chosen = [guide.begin(asked(), among=WORKERS, now=0.0).worker for _ in range(9)]
     assert {worker: chosen.count(worker) for worker in WORKERS} == {"a": 3, "b": 3, "c": 3}
 
@@ -72,3 +75,59 @@ def test_least_load_avoids_the_worker_with_a_long_prefill() -> None:
 def test_nothing_to_choose_from_is_a_defect(guide: Guide) -> None:
     with pytest.raises(BrokenError):
         guide.begin(asked(), among=[], now=0.0)
+
+
+def prompt(*names: bytes) -> Asked:
+    keys = tuple(Key(name, 100 * (place + 1)) for place, name in enumerate(names))
+    return Asked(request_id="r", model="m", keys=keys)
+
+
+def test_a_session_stays_while_its_worker_is_there() -> None:
+    guide = SessionAffinity()
+
+    def where(session: str, among: tuple[str, ...] = WORKERS) -> str:
+        return guide.begin(Asked("r", "m", (), session=session), among=among, now=0.0).worker
+
+    homes = {f"s{number}": where(f"s{number}") for number in range(60)}
+    assert set(homes.values()) == set(WORKERS)
+    assert all(where(session) == home for session, home in homes.items())
+    without_a = {session: where(session, ("b", "c")) for session in homes}
+    assert all(without_a[session] == home for session, home in homes.items() if home != "a")
+
+
+def test_cache_aware_follows_a_shared_prefix() -> None:
+    guide = CacheAware()
+    first = guide.begin(prompt(b"1", b"2", b"3"), among=WORKERS, now=0.0).worker
+    assert guide.begin(prompt(b"1", b"2", b"4"), among=WORKERS, now=0.0).worker == first
+    elsewhere = {guide.begin(prompt(b"x%d" % n), among=WORKERS, now=0.0).worker for n in range(2)}
+    assert elsewhere == set(WORKERS) - {first}
+
+
+def test_cache_aware_takes_little_in_common_for_nothing() -> None:
+    guide = CacheAware()
+    first = guide.begin(prompt(b"1", b"2", b"3", b"4"), among=WORKERS, now=0.0).worker
+    assert guide.begin(prompt(b"1", b"6", b"7", b"8"), among=WORKERS, now=0.0).worker != first
+
+
+def test_cache_aware_leaves_a_worker_with_far_more_requests() -> None:
+    guide = CacheAware(Thresholds(requests_apart=3, requests_ratio=1.5))
+    chosen = [guide.begin(prompt(b"1"), among=("a", "b"), now=0.0).worker for _ in range(5)]
+    assert len(set(chosen[:4])) == 1
+    assert chosen[4] != chosen[0]
+
+
+def test_cache_aware_forgets_a_worker_that_is_lost() -> None:
+    guide = CacheAware()
+    first = guide.begin(prompt(b"1"), among=WORKERS, now=0.0).worker
+    guide.worker_lost(first)
+    others = tuple(worker for worker in WORKERS if worker != first)
+    assert guide.begin(prompt(b"1"), among=others, now=0.0).worker in others
+    assert guide.begin(prompt(b"1"), among=WORKERS, now=0.0).worker in others
+
+
+def test_the_record_of_cache_aware_is_bounded() -> None:
+    guide = CacheAware(limit=10)
+    for number in range(100):
+        guide.begin(prompt(b"%d" % number), among=WORKERS, now=0.0).end(Ended.DONE, 1.0)
+    assert len(guide._names) == 10
+    assert sum(guide._recorded.values()) == 10 * 100

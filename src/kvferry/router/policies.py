@@ -1,6 +1,7 @@
 """Policies to compare with: each a ``contract.Guide`` that knows less than the cost model. Pure."""
 
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 
 from kvferry.errors import BrokenError
 from kvferry.router.contract import Asked, Flight
@@ -85,3 +86,26 @@ class LeastLoad(Counting):
     def _order(self, worker: str) -> tuple[int, int]:
         load = self.loads.of(worker)
         return load.waiting_tokens, load.requests
+
+
+class SessionAffinity(Counting):
+    """A session stays at one worker (rendezvous hashing); without one, the fewest requests, in turns.
+
+    A session is what the body names (``user``, ``prompt_cache_key``), else the beginning of its prompt.
+    """
+
+    name = "session"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._turn = 0
+
+    def choose(self, asked: Asked, among: Sequence[str], now: float) -> str:
+        """See ``Counting``."""
+        del now
+        session = asked.session.encode() if asked.session else asked.keys[0].name if asked.keys else b""
+        if session:
+            return max(among, key=lambda worker: blake2b(session + worker.encode(), digest_size=8).digest())
+        self._turn += 1
+        turned = (among[(self._turn + place) % len(among)] for place in range(len(among)))
+        return min(turned, key=lambda worker: self.loads.of(worker).requests)
