@@ -271,10 +271,10 @@ TestHealthMachine: Any = HealthMachine.TestCase
 TestHealthMachine.settings = STEPS
 
 
-def _forgiving(self: Health, how: Probed, now: float, *, jitter: float) -> Change:
+def _forgiving(self: Health, how: Probed, now: float, **how_soon: float) -> Change:
     if how is Probed.WELL:
         self._wants_trial = False
-    return _PROBED(self, how, now, jitter=jitter)
+    return _PROBED(self, how, now, **how_soon)
 
 
 def _forgetful(self: Health, now: float, *, gone: bool) -> Change:

@@ -30,13 +30,22 @@ def _answer(*names: str) -> bytes:
     ).encode()
 
 
+def _tell(roster: Roster, url: str, event: Failure | Probed | None) -> None:
+    """None: a success."""
+    worker = roster.get(url)
+    assert worker is not None
+    if isinstance(event, Failure):
+        worker.health.failed(event, 0.0)
+    elif event is not None:
+        worker.health.probed(event, 1.0, jitter=0.0)
+    else:
+        worker.health.succeeded()
+    roster.changed()
+
+
 def _fail(roster: Roster, url: str, *what: Failure) -> None:
     for failure in what:
-        roster.note(url, lambda health, failure=failure: health.failed(failure, 0.0))
-
-
-def _well(roster: Roster, url: str) -> None:
-    roster.note(url, lambda health: health.probed(Probed.WELL, 1.0, jitter=0.0))
+        _tell(roster, url, failure)
 
 
 def test_all_that_are_up_may_be_asked_and_while_nothing_changes_the_answer_is_the_same_object() -> None:
@@ -72,7 +81,7 @@ def test_requests_that_fail_everywhere_leave_nobody_without_a_worker_that_answer
 def test_a_trial_is_one_request_at_a_time() -> None:
     roster, in_flight = _roster("a", "b")
     _fail(roster, "a", Failure.ERROR, Failure.ERROR, Failure.ERROR)
-    _well(roster, "a")
+    _tell(roster, "a", Probed.WELL)
     assert roster.candidates("", "m") == ("b", "a")
     in_flight["a"] = 1
     assert roster.candidates("", "m") == ("b",)
@@ -168,12 +177,7 @@ def test_what_is_remembered_is_what_a_new_look_finds(
     roster, _ = _roster("a", "b", "c")
     for url, event in events:
         roster.candidates("", "")
-        if isinstance(event, Failure):
-            _fail(roster, url, event)
-        elif event is not None:
-            roster.note(url, lambda health, event=event: health.probed(event, 0.0, jitter=0.0))
-        else:
-            roster.note(url, lambda health: health.succeeded())
+        _tell(roster, url, event)
         remembered = roster.candidates("", "")
         up = {worker.url for worker in roster if worker.state is State.UP}
         assert up <= set(remembered)

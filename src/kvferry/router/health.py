@@ -115,6 +115,11 @@ class Health:
         return self._breaker.opened
 
     @property
+    def spotless(self) -> bool:
+        """Whether a success would change nothing."""
+        return self._state is State.UP and self._breaker.weight == 0 and self._missed == 0
+
+    @property
     def boot_wanted(self) -> bool:
         """Whether ``booted`` should be told when its process began."""
         return self._boot_wanted and self._state in (State.UP, State.TRIAL)
@@ -155,13 +160,13 @@ class Health:
             self._to(State.UP)
         return Change(before, self._state)
 
-    def probed(self, how: Probed, now: float, *, jitter: float) -> Change:
-        """A probe has ended. jitter: drawn between -1 and 1."""
+    def probed(self, how: Probed, now: float, *, jitter: float, stretch: float = 1.0) -> Change:
+        """A probe has ended. jitter: drawn between -1 and 1. stretch: of the interval to the next one."""
         before = self._state
         if before in (State.DRAINING, State.REMOVED):
             return Change(before, before)
         self._probed_at = now
-        self._next_probe = now + self.limits.interval_s * (1 + jitter / 5)
+        self._next_probe = now + self.limits.interval_s * stretch * (1 + jitter / 5)
         if how is Probed.WELL:
             self._missed = 0
             if before is State.DOWN and self._wants_trial:

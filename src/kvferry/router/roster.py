@@ -7,7 +7,7 @@ import enum
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from kvferry.errors import RefusedError
-from kvferry.router.health import DEFAULT_LIMITS, Change, Health, Limits, State
+from kvferry.router.health import DEFAULT_LIMITS, Health, Limits, State
 from kvferry.router.models import Model
 
 DEFAULT_POOL = ""
@@ -24,9 +24,9 @@ class Served(enum.Enum):
 
 
 class Worker:
-    """One of them. models: None until it has said them."""
+    """One of them. models: None until it has said them. models_at: when to ask for them again."""
 
-    __slots__ = ("found_by", "health", "models", "pool", "url")
+    __slots__ = ("found_by", "health", "models", "models_at", "pool", "url")
 
     def __init__(self, url: str, *, pool: str, health: Health, found_by: str) -> None:
         """found_by: the name that led to it, which may also lead away; empty: it was named itself."""
@@ -35,6 +35,7 @@ class Worker:
         self.health = health
         self.found_by = found_by
         self.models: tuple[Model, ...] | None = None
+        self.models_at = 0.0
 
     @property
     def state(self) -> State:
@@ -109,16 +110,6 @@ class Roster:
             worker.health.remove()
             del self._workers[worker.url]
         return gone
-
-    def note(self, url: str, event: Callable[[Health], Change]) -> Change | None:
-        """Tell a worker's health something. None: there is no such worker any more."""
-        worker = self._workers.get(url)
-        if worker is None:
-            return None
-        change = event(worker.health)
-        if change.before is not change.after:
-            self.changed()
-        return change
 
     def learned(self, url: str, models: tuple[Model, ...]) -> None:
         """What it says it has."""
