@@ -5,24 +5,29 @@ import contextlib
 import ipaddress
 import logging
 import os
+import random
 import resource
 import secrets
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry import __version__
 from kvferry.certificates import Contexts, Labels, client_context, server_context
 from kvferry.errors import ClosedError, MisconfiguredError
+from kvferry.router.choice import CostGuide
 from kvferry.router.contract import Guide
+from kvferry.router.feed.followers import Followers
 from kvferry.router.health import Change, State
 from kvferry.router.http.limits import Limits
 from kvferry.router.http.proxy import Proxy, ProxyStatistics
-from kvferry.router.policies import RoundRobin
+from kvferry.router.knowledge import Knowledge
+from kvferry.router.policies import LeastLoad, RoundRobin
 from kvferry.router.reception import Reception
 from kvferry.router.roster import DEFAULT_POOL, Roster
 from kvferry.router.settings import RouterSettings
-from kvferry.router.trust import Trust
+from kvferry.router.trust import PUBLIC_SECRET, Trust
+from kvferry.router.trustfile import read_rules
 from kvferry.tiers.valkey.url import Address
 
 TLS_LABELS = Labels("tls_ca ", "tls_cert ", "tls_key ")
@@ -50,7 +55,7 @@ class Router:
         self,
         settings: RouterSettings,
         *,
-        make_guide: Callable[[], Guide] = RoundRobin,
+        make_guide: Callable[[], Guide] | None = None,
         limits: Limits | None = None,
     ) -> None:
         """limits: in place of what follows from the settings. Raises MisconfiguredError, one line."""
@@ -61,18 +66,22 @@ class Router:
             self._tls = Contexts(lambda: server_context(files, TLS_LABELS), files)
         to_workers = settings.worker_tls
         worker_tls: Contexts | None = None
-        if any(url.startswith("https:") for url in settings.workers):
+        if any(worker.url.startswith("https:") for worker in settings.workers):
             worker_tls = Contexts(lambda: client_context(to_workers, WORKER_TLS_LABELS), to_workers)
         limits = limits or settings.limits
         self.roster = Roster(in_flight=self._in_flight)
         self.reception = Reception(
             roster=self.roster,
-            trust=Trust(),
-            make_guide=make_guide,
+            trust=_trust(settings),
+            make_guide=make_guide or self._guide,
             seed=secrets.randbits(63),
             apart_bytes=limits.apart_bytes,
             changed=self._changed,
+            prefetch=self._prefetch,
         )
+        self.knowledge = Knowledge()
+        self.followers = Followers(self.knowledge, settings.feed_access)
+        self._feeds: dict[str, str] = {}  # by worker
         self.proxy = Proxy(self.reception, limits=limits, worker_tls=worker_tls)
         self._started = self.proxy.now()
         self._server: asyncio.Server | None = None
@@ -89,8 +98,8 @@ class Router:
     async def start(self) -> None:
         """Listen and serve. Raises MisconfiguredError where it cannot listen."""
         self._loop = asyncio.get_running_loop()
-        for url in self.settings.workers:
-            self.add_worker(url)
+        for worker in self.settings.workers:
+            self.add_worker(worker.url, pool=worker.pool)
         listen = self.settings.listen
         try:
             self._server = await self._loop.create_server(
@@ -110,6 +119,7 @@ class Router:
         """It gets requests from now on. Raises RefusedError: see ``Roster.add``."""
         self.roster.add(url, pool=pool, now=self.proxy.now())
         self.reception.guide(pool).worker_added(url)
+        self._follow(url)
         self.proxy.add_worker(url)
 
     async def stop(self) -> None:
@@ -117,6 +127,7 @@ class Router:
         if self._server is not None:
             self._server.close()
         await self.proxy.drain()
+        await self.followers.close()
         await self.proxy.close()
 
     def statistics(self) -> RouterStatistics:
@@ -136,10 +147,28 @@ class Router:
             os.getpid(), __version__, self.proxy.now() - self._started, self.proxy.statistics()
         )
 
+    def _follow(self, url: str) -> None:
+        """The feed of the node of this worker's host, where there is one."""
+        address = self.settings.feeds.of(url)
+        if address is not None and self.settings.policy == CostGuide.name and url not in self._feeds:
+            self._feeds[url] = self.followers.follow(address)
+            self.knowledge.near(url, self._feeds[url])
+
+    def _prefetch(self, node: str, namespace: bytes, chunks: Sequence[bytes]) -> None:
+        self.followers.prefetch(node, namespace, chunks)
+
+    def _guide(self) -> Guide:
+        policy = self.settings.policy
+        if policy == CostGuide.name:
+            return CostGuide(self.knowledge, random=random.Random())
+        return LeastLoad() if policy == LeastLoad.name else RoundRobin()
+
     def _in_flight(self, url: str) -> int:
         return self.proxy.in_flight(url)
 
     def _changed(self, url: str, change: Change) -> None:
+        if change.lost and url in self._feeds:
+            self.knowledge.near(url, self._feeds[url])
         log.info("worker %s is %s (was %s)", url, change.after.value, change.before.value)
         if change.after is State.DOWN:
             self.proxy.worker_down(url)
@@ -159,6 +188,11 @@ def run(settings: RouterSettings, *, reload: Callable[[], RouterSettings]) -> in
     _more_descriptors()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings))
+
+
+def _trust(settings: RouterSettings) -> Trust:
+    secret = settings.trust_secret or PUBLIC_SECRET
+    return Trust(secret=secret) if settings.trust is None else Trust(read_rules(settings.trust), secret)
 
 
 async def _serve(settings: RouterSettings) -> int:

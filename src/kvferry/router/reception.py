@@ -5,7 +5,9 @@ request ──trust──► salt ──reading──► keys, model ──roste
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from kvferry.identity.names import DIGEST_BYTES
 from kvferry.router.contract import Asked, Flight, Guide
+from kvferry.router.flight import CostFlight
 from kvferry.router.health import Change, Failure, Health, blames
 from kvferry.router.http.desk import Order, Request
 from kvferry.router.http.refusals import TurnedAwayError
@@ -40,10 +42,11 @@ class Reception:
         seed: int,
         apart_bytes: int,
         changed: Callable[[str, Change], None],
+        prefetch: Callable[[str, bytes, Sequence[bytes]], object],
     ) -> None:
         """seed: of the keys. apart_bytes: bodies from here on are read beside the loop.
 
-        changed: what a request led to for its worker's state.
+        changed: what a request led to for its worker's state. prefetch: tells a node what will be wanted.
         """
         self.roster = roster
         self.trust = trust
@@ -53,6 +56,7 @@ class Reception:
         self._reader = Reader(seed)
         self._reader_apart = Reader(seed)  # of the other thread
         self._changed = changed
+        self._prefetch = prefetch
 
     @property
     def guides(self) -> Mapping[str, Guide]:
@@ -100,7 +104,12 @@ class Reception:
 
     def begin(self, order: Order, *, among: Sequence[str], now: float) -> Flight:
         """See ``Desk``."""
-        return self.guide(order.pool).begin(order.asked, among=among, now=now)
+        flight = self.guide(order.pool).begin(order.asked, among=among, now=now)
+        wish = flight.wish if isinstance(flight, CostFlight) else None
+        if wish is not None:
+            starts = range(0, len(wish.digests), DIGEST_BYTES)
+            self._prefetch(wish.node, wish.namespace, [wish.digests[at : at + DIGEST_BYTES] for at in starts])
+        return flight
 
     def answered(self, worker: str, status: int, now: float) -> None:
         """See ``Desk``."""

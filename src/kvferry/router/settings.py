@@ -1,15 +1,22 @@
 """Settings of a router: typed, parsed once (``kvferry.sources``)."""
 
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from kvferry.addresses import parse_listening, parse_server
 from kvferry.config import DEFAULT_METRICS_HOST, OTHER_ENVIRONMENT, check_metrics, parse_port, parse_size
 from kvferry.errors import MisconfiguredError
+from kvferry.feed.access import FeedAccess
+from kvferry.feed.settings import DEFAULT_PORT as FEED_PORT
 from kvferry.router.http.limits import Limits
-from kvferry.sources import Setting, gathered, parsed
+from kvferry.router.policies import POLICIES
+from kvferry.secret import Secret, parse_secret
+from kvferry.sources import Setting, gathered, parsed, suggestion
 from kvferry.tiers.valkey.url import Address
 from kvferry.values import TlsFiles, parse_count, parse_ip_address, parse_path, parse_text
 
@@ -17,18 +24,53 @@ DEFAULT_PORT = 8080
 DEFAULT_LISTEN = Address("127.0.0.1", DEFAULT_PORT)
 DEFAULT_METRICS_PORT = 9475
 MAX_WORKERS = 4096
+_POOL = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
+
+
+class WorkerAddress(NamedTuple):
+    """An engine. pool: the one it is in; empty: the default."""
+
+    url: str
+    pool: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.pool}={self.url}" if self.pool else self.url
+
+
+@dataclass(frozen=True, slots=True)
+class Feeds:
+    """port: where the node of a worker's host publishes; 0: nowhere. others: of workers by their URL."""
+
+    port: int = FEED_PORT
+    others: Mapping[str, Address] = field(default_factory=dict)
+
+    def of(self, worker: str) -> Address | None:
+        """The feed of the node that this worker uses; None: it has none."""
+        if worker in self.others:
+            return self.others[worker]
+        return Address(urlsplit(worker).hostname or "", self.port) if self.port else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings:
     """Everything a router can be told.
 
-    workers: URLs of engines. listen: where clients find it. tls: its certificate and key, and with ``ca`` the
+    workers: engines. policy: how one is chosen for a request. feed, feed_*: where nodes tell what they hold,
+    and how to get in there. trust: a file of API keys and their groups; trust_secret: what salts are keyed
+    with. listen: where clients find it. tls: its certificate and key, and with ``ca`` the
     authority of clients' certificates, which they must show. worker_tls: for workers at https URLs.
     metrics_*: see a node's.
     """
 
-    workers: tuple[str, ...]
+    workers: tuple[WorkerAddress, ...]
+    policy: str = POLICIES[0]
+    feeds: Feeds = field(default_factory=Feeds)
+    feed_token: Secret | None = None
+    feed_tls_ca: Path | None = None
+    feed_tls_cert: Path | None = None
+    feed_tls_key: Path | None = None
+    trust: Path | None = None
+    trust_secret: Secret | None = None
     listen: Address = DEFAULT_LISTEN
     tls_ca: Path | None = None
     tls_cert: Path | None = None
@@ -53,6 +95,16 @@ class RouterSettings:
     def worker_tls(self) -> TlsFiles:
         """The files with which it speaks to workers at https URLs."""
         return TlsFiles(_text(self.worker_tls_ca), _text(self.worker_tls_cert), _text(self.worker_tls_key))
+
+    @property
+    def feed_access(self) -> FeedAccess:
+        """How to get in at the feeds of nodes."""
+        files = (self.feed_tls_ca, self.feed_tls_cert, self.feed_tls_key)
+        token = self.feed_token.reveal() if self.feed_token is not None else ""
+        if files == (None, None, None):
+            return FeedAccess(token=token)
+        ca, cert, key = map(_text, files)
+        return FeedAccess(token=token, tls=TlsFiles(ca, cert, key))
 
     @property
     def limits(self) -> Limits:
@@ -82,25 +134,48 @@ def parse_worker(text: object) -> str:
     return f"{parts.scheme}://{host}" + (f":{port}" if port is not None else "")
 
 
-def parse_workers(text: object) -> tuple[str, ...]:
-    """With commas between. Raises MisconfiguredError."""
-    urls = tuple(dict.fromkeys(parse_worker(word) for word in parse_text(text).split(",")))
-    if len(urls) > MAX_WORKERS:
-        raise MisconfiguredError(f"{len(urls)} workers; give at most {MAX_WORKERS}")
-    return urls
+def parse_workers(text: object) -> tuple[WorkerAddress, ...]:
+    """``[POOL=]URL``, with commas between. Raises MisconfiguredError."""
+    pools: dict[str, str] = {}
+    for word in parse_text(text).split(","):
+        pool, named, url = word.strip().partition("=")
+        if not named:
+            pool, url = "", pool
+        elif not _POOL.fullmatch(pool):
+            raise MisconfiguredError(f"{pool!r} is no name of a pool: letters, digits, - and _")
+        url = parse_worker(url)
+        if pools.setdefault(url, pool) != pool:
+            raise MisconfiguredError(f"{url} is in two pools; give it once")
+    if len(pools) > MAX_WORKERS:
+        raise MisconfiguredError(f"{len(pools)} workers; give at most {MAX_WORKERS}")
+    return tuple(WorkerAddress(url, pool) for url, pool in pools.items())
+
+
+def parse_feeds(text: object) -> Feeds:
+    """``none``, a port, or ``WORKER=HOST[:PORT]``, with commas between. Raises MisconfiguredError."""
+    port, others = FEED_PORT, {}
+    for word in str(text).split(","):
+        worker, named, address = word.strip().partition("=")
+        if named:
+            others[parse_worker(worker)] = parse_server(address, port=FEED_PORT, noun="node")
+        elif worker == "none":
+            port = 0
+        else:
+            port = parse_count(worker, lowest=1, highest=65535)
+    return Feeds(port, others)
+
+
+def parse_policy(text: object) -> str:
+    """The name of a policy. Raises MisconfiguredError."""
+    name = parse_text(text)
+    if name not in POLICIES:
+        raise MisconfiguredError(f"{name!r} is no policy; {suggestion(name, POLICIES)}")
+    return name
 
 
 def parse_listen(text: object) -> Address:
     """``ADDRESS[:PORT]``, an IP address of this host; port 0 takes any. Raises MisconfiguredError."""
-    words = parse_text(text)
-    host, port = words, ""
-    if words.startswith("["):
-        host, _, port = words[1:].partition("]")
-        port = port.removeprefix(":")
-    elif words.count(":") == 1:
-        host, _, port = words.partition(":")
-    number = parse_count(port, lowest=0, highest=65535) if port else DEFAULT_PORT
-    return Address(parse_ip_address(host), number)
+    return parse_listening(parse_text(text), port=DEFAULT_PORT)
 
 
 def _parse_waiting(text: str | int) -> int:
@@ -113,6 +188,16 @@ def _parse_per_worker(text: str | int) -> int:
 
 ROUTER_SETTINGS = (
     Setting("worker", parse_workers, "URL", "engines, like http://gpu1:8000", "workers", many=True),
+    Setting("policy", parse_policy, "NAME", f"how one is chosen (default {POLICIES[0]})", "policy"),
+    Setting("feed", parse_feeds, "PORT", f"of nodes' feeds (default {FEED_PORT}), none", "feeds", many=True),
+    Setting("feed_token", parse_secret, "TEXT", "the token itself", "feed_token", environment_only=True),
+    Setting("feed_token_file", parse_path, "PATH", "file with the feeds' token", "feed_token"),
+    Setting("feed_tls_ca", parse_path, "PATH", "authority of the feeds' certificates", "feed_tls_ca"),
+    Setting("feed_tls_cert", parse_path, "PATH", "the certificate to show them", "feed_tls_cert"),
+    Setting("feed_tls_key", parse_path, "PATH", "its key", "feed_tls_key"),
+    Setting("trust", parse_path, "PATH", "file of API keys and their groups", "trust"),
+    Setting("trust_secret", parse_secret, "TEXT", "the secret itself", "trust_secret", environment_only=True),
+    Setting("trust_secret_file", parse_path, "PATH", "file with the secret of salts", "trust_secret"),
     Setting("listen", parse_listen, "ADDRESS", f"where clients find it (default {DEFAULT_LISTEN})", "listen"),
     Setting("per_worker", _parse_per_worker, "N", "requests at one at a time (default 1024)", "per_worker"),
     Setting("queue", _parse_waiting, "N", "requests that wait for a place (default 4096)", "waiting"),
@@ -168,6 +253,7 @@ def load_router_settings(
 
 def _check(settings: RouterSettings) -> None:
     pairs = {"tls": (settings.tls_cert, settings.tls_key)}
+    pairs["feed_tls"] = (settings.feed_tls_cert, settings.feed_tls_key)
     pairs["worker_tls"] = (settings.worker_tls_cert, settings.worker_tls_key)
     for name, (cert, key) in pairs.items():
         if (cert is None) != (key is None):
