@@ -10,7 +10,7 @@ from kvferry.errors import CorruptError, RetryError
 from kvferry.router import attending
 from kvferry.router.asking import NobodyThereError, get
 from kvferry.router.attending import Attendant
-from kvferry.router.health import Failure, Limits, State
+from kvferry.router.health import Change, Failure, Health, Limits, State
 from kvferry.router.roster import Roster, Served, Worker
 from kvferry.testing.worker import MockWorker
 
@@ -18,28 +18,27 @@ QUICK = Limits(interval_s=0.05, timeout_s=0.2, min_wait_s=0.05, max_wait_s=0.1)
 PATIENCE_S = 30.0
 
 
-class Ears:
-    """Keeps what it is told."""
+class Ward:
+    """A roster, who looks after it, and what became known."""
 
     def __init__(self) -> None:
         self.lost: list[str] = []
-        self.changes: list[tuple[str, State, State]] = []
-
-    def worker_lost(self, url: str) -> None:
-        self.lost.append(url)
-
-    def worker_changed(self, url: str, before: State, after: State) -> None:
-        self.changes.append((url, before, after))
-
-
-class Ward:
-    """A roster and who looks after it."""
-
-    def __init__(self) -> None:
-        self.ears = Ears()
+        self.left: list[str] = []
+        self.changes: list[Change] = []
         self.in_flight: dict[str, int] = {}
         self.roster = Roster(in_flight=lambda url: self.in_flight.get(url, 0), limits=QUICK)
-        self.attendant = Attendant(self.roster, self.ears)
+        self.attendant = Attendant(self.roster, note=self.note, removed=self.left.append)
+
+    def note(self, url: str, event: Callable[[Health], Change]) -> None:
+        change = self.roster.note(url, event)
+        if change is not None and change.lost:
+            self.lost.append(url)
+        if change is not None and change.before is not change.after:
+            self.changes.append(change)
+
+    def failed(self, url: str, what: Failure) -> None:
+        now = asyncio.get_running_loop().time()
+        self.note(url, lambda health: health.failed(what, now))
 
     def add(self, url: str) -> Worker:
         worker = self.roster.add(url, now=asyncio.get_running_loop().time())
@@ -102,10 +101,10 @@ def test_a_worker_that_stops_is_down_and_lost_and_one_that_is_back_is_used() -> 
             await until(lambda: ward.roster.served("", "mock") is Served.YES)
             worker.stop()
             await until(lambda: ward.state(worker.url) is State.DOWN)
-            assert ward.roster.candidates("", "mock") == () and ward.ears.lost == [worker.url]
+            assert ward.roster.candidates("", "mock") == () and ward.lost == [worker.url]
             await worker.listen()
             await until(lambda: ward.state(worker.url) is State.UP)
-            assert ward.roster.candidates("", "mock") == (worker.url,) and ward.ears.lost == [worker.url]
+            assert ward.roster.candidates("", "mock") == (worker.url,) and ward.lost == [worker.url]
 
     run(test)
 
@@ -141,7 +140,7 @@ def test_a_server_without_a_health_page_is_no_dead_worker() -> None:
         async with answering(answers) as url, _ward() as ward:
             ward.add(url)
             await until(lambda: ward.roster.served("", "m") is Served.YES)
-            assert ward.state(url) is State.UP and not ward.ears.changes
+            assert ward.state(url) is State.UP and not ward.changes
 
     run(test)
 
@@ -159,7 +158,7 @@ def test_a_worker_that_was_away_has_lost_what_it_held_only_if_its_process_is_ano
                 answers["/metrics"] = ok(began % process)
                 answers["/health"] = ok(b"")
                 await until(lambda: worker.state is State.UP and not worker.health.boot_wanted)
-                assert len(ward.ears.lost) == lost
+                assert len(ward.lost) == lost
 
     run(test)
 
@@ -186,17 +185,17 @@ def test_what_requests_meet_is_acted_on_before_any_probe() -> None:
     async def test() -> None:
         async with MockWorker() as worker, _ward() as ward:
             ward.add(worker.url)
-            ward.attendant.failed(worker.url, Failure.REFUSED)
-            assert ward.state(worker.url) is State.DOWN and ward.ears.lost == [worker.url]
+            ward.failed(worker.url, Failure.REFUSED)
+            assert ward.state(worker.url) is State.DOWN and ward.lost == [worker.url]
             await until(lambda: ward.state(worker.url) is State.UP)
             for _ in range(QUICK.failures):
-                ward.attendant.failed(worker.url, Failure.ERROR)
+                ward.failed(worker.url, Failure.ERROR)
             assert ward.state(worker.url) is State.DOWN
             await until(lambda: ward.state(worker.url) is State.TRIAL)
-            ward.attendant.succeeded(worker.url)
+            ward.note(worker.url, Health.succeeded)
             assert ward.state(worker.url) is State.UP
-            ward.attendant.failed("http://nobody", Failure.ERROR)
-            ward.attendant.succeeded("http://nobody")
+            ward.failed("http://nobody", Failure.ERROR)
+            ward.note("http://nobody", Health.succeeded)
 
     run(test)
 
@@ -218,7 +217,7 @@ def test_a_worker_leaves_when_its_requests_have_ended_or_its_time_is_up() -> Non
             ward.in_flight[first.url] = 0
             await until(lambda: ward.state(first.url) is State.REMOVED)
             assert not ward.attendant.drain(first.url, grace_s=1)
-            assert (first.url, State.DRAINING, State.REMOVED) in ward.ears.changes
+            assert ward.left == [second.url, first.url]
 
     run(test)
 

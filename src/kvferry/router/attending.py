@@ -11,11 +11,10 @@ import random
 import re
 import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from kvferry.errors import KvferryError
 from kvferry.router.asking import Answer, NobodyThereError, Tls, get
-from kvferry.router.health import Change, Failure, Health, Probed, State, blames
+from kvferry.router.health import Change, Health, Probed, State, blames
 from kvferry.router.models import models_of
 from kvferry.router.roster import Roster, Worker
 
@@ -29,16 +28,7 @@ _BEGAN = re.compile(rb"^process_start_time_seconds(?:\{[^}\n]*\})? ([0-9.e+]+)\s
 log = logging.getLogger("kvferry.router")
 
 
-class Told(Protocol):
-    """Who wants to know. Called on the loop."""
-
-    def worker_lost(self, url: str) -> None:
-        """What it held itself is gone, or it is."""
-        ...
-
-    def worker_changed(self, url: str, before: State, after: State) -> None:
-        """Its state is another one."""
-        ...
+Note = Callable[[str, Callable[[Health], Change]], object]
 
 
 class Attendant:
@@ -47,22 +37,28 @@ class Attendant:
     def __init__(
         self,
         roster: Roster,
-        told: Told,
         *,
+        note: Note,
+        removed: Callable[[str], None],
         tls: Tls | None = None,
         headers: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """headers: for ``/v1/models`` and ``/metrics``, which may want a key."""
+        """note: passes what was seen on to ``Roster.note``, and acts on it. removed: a worker has left.
+
+        headers: for ``/v1/models`` and ``/metrics``, which may want a key.
+        """
         self.defects = 0
         self._roster = roster
-        self._told = told
+        self._note = note
+        self._removed = removed
         self._tls = tls
         self._headers = dict(headers or {})
         self._clock = clock
         self._tasks: dict[Worker, asyncio.Task[None]] = {}
         self._wakes: dict[Worker, asyncio.Event] = {}
         self._leaving: asyncio.Task[None] | None = None
+        roster.noticed = self._noticed
 
     def attend(self, worker: Worker) -> None:
         """From now on, until it leaves. Twice is once."""
@@ -70,16 +66,6 @@ class Attendant:
             self._wakes[worker] = asyncio.Event()
             task = self._tasks[worker] = asyncio.create_task(self._attend(worker))
             task.add_done_callback(lambda _: self._forget(worker))
-
-    def failed(self, url: str, what: Failure) -> None:
-        """A request met this there."""
-        self._note(url, lambda health: health.failed(what, self._clock()))
-
-    def succeeded(self, url: str) -> None:
-        """A request was answered there, with a status below 400."""
-        worker = self._roster.get(url)
-        if worker is not None and not worker.health.spotless:
-            self._note(url, lambda health: health.succeeded())
 
     def look_again(self, pool: str) -> None:
         """Somebody wants a model that nobody there is known to have: ask before long."""
@@ -93,9 +79,7 @@ class Attendant:
         worker = self._roster.get(url)
         if worker is None or not self._roster.drain(url, until=self._clock() + grace_s):
             return False
-        wake = self._wakes.get(worker)
-        if wake is not None:
-            wake.set()
+        self._noticed(worker)
         if self._leaving is None or self._leaving.done():
             self._leaving = asyncio.create_task(self._see_off())
         return True
@@ -114,7 +98,7 @@ class Attendant:
     async def _see_off(self) -> None:
         while any(worker.state is State.DRAINING for worker in self._roster):
             for worker in self._roster.drained(self._clock()):
-                self._told.worker_changed(worker.url, State.DRAINING, State.REMOVED)
+                self._removed(worker.url)
             await asyncio.sleep(DRAIN_LOOK_S)
 
     async def _attend(self, worker: Worker) -> None:
@@ -142,10 +126,11 @@ class Attendant:
             how = await self._probe(worker)
             stretch = max(1.0, len(self._roster) / (AT_ONCE_PER_S * worker.health.limits.interval_s))
             jitter = random.uniform(-1.0, 1.0)
-            self._tell(worker, worker.health.probed(how, self._clock(), jitter=jitter, stretch=stretch))
+            now = self._clock()
+            self._tell(worker, lambda health: health.probed(how, now, jitter=jitter, stretch=stretch))
         if worker.health.boot_wanted:
             began = await self._began(worker)
-            self._tell(worker, worker.health.booted(began))
+            self._tell(worker, lambda health: health.booted(began))
         if worker.health.probe_well and self._clock() >= worker.models_at:
             worker.models_at = self._clock() + MODELS_EVERY_S
             await self._models(worker)
@@ -184,20 +169,11 @@ class Attendant:
     async def _get(self, worker: Worker, path: str) -> Answer:
         return await get(worker.url, path, timeout_s=QUESTION_S, headers=self._headers, tls=self._tls)
 
-    def _note(self, url: str, event: Callable[[Health], Change]) -> None:
-        worker = self._roster.get(url)
-        if worker is None:
-            return
-        self._tell(worker, event(worker.health))
+    def _tell(self, worker: Worker, event: Callable[[Health], Change]) -> None:
+        if self._roster.get(worker.url) is worker:  # and not another one in its place
+            self._note(worker.url, event)
+
+    def _noticed(self, worker: Worker) -> None:
         wake = self._wakes.get(worker)
         if wake is not None:
             wake.set()
-
-    def _tell(self, worker: Worker, change: Change) -> None:
-        if self._roster.get(worker.url) is not worker:
-            return  # another one has its place
-        if change.before is not change.after:
-            self._roster.changed()
-            self._told.worker_changed(worker.url, change.before, change.after)
-        if change.lost:
-            self._told.worker_lost(worker.url)

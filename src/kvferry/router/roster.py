@@ -7,7 +7,7 @@ import enum
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from kvferry.errors import RefusedError
-from kvferry.router.health import DEFAULT_LIMITS, Health, Limits, State
+from kvferry.router.health import DEFAULT_LIMITS, Change, Health, Limits, State
 from kvferry.router.models import Model
 
 DEFAULT_POOL = ""
@@ -53,7 +53,7 @@ class Worker:
 
 
 class Roster:
-    """in_flight: requests at a worker now. Whoever changes a worker's health or models calls ``changed``."""
+    """in_flight: requests at a worker now. noticed: called when the next probe is due at another time."""
 
     def __init__(self, *, in_flight: Callable[[str], int], limits: Limits = DEFAULT_LIMITS) -> None:
         self._in_flight = in_flight
@@ -61,6 +61,7 @@ class Roster:
         self._workers: dict[str, Worker] = {}
         self._up: dict[tuple[str, str], tuple[str, ...]] = {}
         self._trials: tuple[Worker, ...] = ()
+        self.noticed: Callable[[Worker], None] | None = None
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(tuple(self._workers.values()))
@@ -111,6 +112,19 @@ class Roster:
             del self._workers[worker.url]
         return gone
 
+    def note(self, url: str, event: Callable[[Health], Change]) -> Change | None:
+        """Tell a worker's health something. None: there is no such worker any more."""
+        worker = self._workers.get(url)
+        if worker is None:
+            return None
+        probe_at = worker.health.next_probe_at()
+        change = event(worker.health)
+        if change.before is not change.after:
+            self.changed()
+        if self.noticed is not None and worker.health.next_probe_at() != probe_at:
+            self.noticed(worker)
+        return change
+
     def learned(self, url: str, models: tuple[Model, ...]) -> None:
         """What it says it has."""
         worker = self._workers.get(url)
@@ -119,7 +133,7 @@ class Roster:
             self.changed()
 
     def changed(self) -> None:
-        """A worker's state or models may be others now."""
+        """A worker's state or models are others now."""
         self._up.clear()
         self._trials = tuple(worker for worker in self._workers.values() if worker.state is State.TRIAL)
 
