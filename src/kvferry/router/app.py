@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from kvferry import __version__
 from kvferry.certificates import Contexts, Labels, client_context, server_context
 from kvferry.errors import ClosedError, MisconfiguredError
+from kvferry.router.attending import Attendant
 from kvferry.router.choice import CostGuide
 from kvferry.router.contract import Guide
 from kvferry.router.feed.followers import Followers
 from kvferry.router.health import Change, State
+from kvferry.router.health import Limits as HealthLimits
 from kvferry.router.http.limits import Limits
 from kvferry.router.http.proxy import Proxy, ProxyStatistics
 from kvferry.router.knowledge import Knowledge
@@ -69,7 +71,9 @@ class Router:
         if any(worker.url.startswith("https:") for worker in settings.workers):
             worker_tls = Contexts(lambda: client_context(to_workers, WORKER_TLS_LABELS), to_workers)
         limits = limits or settings.limits
-        self.roster = Roster(in_flight=self._in_flight)
+        self.roster = Roster(
+            in_flight=self._in_flight, limits=HealthLimits(interval_s=settings.probe_interval_s)
+        )
         self.reception = Reception(
             roster=self.roster,
             trust=_trust(settings),
@@ -83,6 +87,9 @@ class Router:
         self.followers = Followers(self.knowledge, settings.feed_access)
         self._feeds: dict[str, str] = {}  # by worker
         self.proxy = Proxy(self.reception, limits=limits, worker_tls=worker_tls)
+        self.attendant = Attendant(
+            self.roster, note=self.reception.note, removed=self._removed, tls=worker_tls, clock=self.proxy.now
+        )
         self._started = self.proxy.now()
         self._server: asyncio.Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -117,13 +124,20 @@ class Router:
 
     def add_worker(self, url: str, *, pool: str = DEFAULT_POOL) -> None:
         """It gets requests from now on. Raises RefusedError: see ``Roster.add``."""
-        self.roster.add(url, pool=pool, now=self.proxy.now())
+        worker = self.roster.add(url, pool=pool, now=self.proxy.now())
+        if self.settings.probe_interval_s:
+            self.attendant.attend(worker)
         self.reception.guide(pool).worker_added(url)
         self._follow(url)
         self.proxy.add_worker(url)
 
+    def drain_worker(self, url: str, *, grace_s: float) -> bool:
+        """It gets no more requests; those it has may go on so long. False: there is none."""
+        return self.attendant.drain(url, grace_s=grace_s)
+
     async def stop(self) -> None:
         """Listening ends, requests in flight have a while."""
+        await self.attendant.close()
         if self._server is not None:
             self._server.close()
         await self.proxy.drain()
@@ -165,6 +179,12 @@ class Router:
 
     def _in_flight(self, url: str) -> int:
         return self.proxy.in_flight(url)
+
+    def _removed(self, url: str) -> None:
+        log.info("worker %s is removed", url)
+        self.proxy.worker_down(url)
+        self.proxy.remove_worker(url)
+        self.reception.forget(url)
 
     def _changed(self, url: str, change: Change) -> None:
         if change.lost and url in self._feeds:

@@ -135,6 +135,11 @@ class Reception:
         if change.before is not change.after or change.lost:
             self._changed(url, change)
 
+    def forget(self, url: str) -> None:
+        """A worker has left, whichever pool it was in."""
+        for guide in self._guides.values():
+            guide.worker_lost(url)
+
     def explain(self, request_id: str) -> Mapping[str, object] | None:
         """Why a recent request went where it went."""
         return next(

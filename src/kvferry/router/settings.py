@@ -18,7 +18,7 @@ from kvferry.router.policies import POLICIES
 from kvferry.secret import Secret, parse_secret
 from kvferry.sources import Setting, gathered, parsed, suggestion
 from kvferry.tiers.valkey.url import Address
-from kvferry.values import TlsFiles, parse_count, parse_ip_address, parse_path, parse_text
+from kvferry.values import TlsFiles, parse_age, parse_count, parse_ip_address, parse_path, parse_text
 
 DEFAULT_PORT = 8080
 DEFAULT_LISTEN = Address("127.0.0.1", DEFAULT_PORT)
@@ -56,9 +56,10 @@ class RouterSettings:
     """Everything a router can be told.
 
     workers: engines. policy: how one is chosen for a request. feed, feed_*: where nodes tell what they hold,
-    and how to get in there. trust: a file of API keys and their groups; trust_secret: what salts are keyed
-    with. listen: where clients find it. tls: its certificate and key, and with ``ca`` the
-    authority of clients' certificates, which they must show. worker_tls: for workers at https URLs.
+    and how to get in there. probe_interval_s: between questions to a worker; 0: none. trust: a file of API
+    keys and their groups; trust_secret: what salts are keyed with. listen: where clients find it. tls: its
+    certificate and key, and with ``ca`` the authority of clients' certificates, which they must show.
+    worker_tls: for workers at https URLs.
     metrics_*: see a node's.
     """
 
@@ -69,6 +70,7 @@ class RouterSettings:
     feed_tls_ca: Path | None = None
     feed_tls_cert: Path | None = None
     feed_tls_key: Path | None = None
+    probe_interval_s: float = 2.0
     trust: Path | None = None
     trust_secret: Secret | None = None
     listen: Address = DEFAULT_LISTEN
@@ -165,6 +167,14 @@ def parse_feeds(text: object) -> Feeds:
     return Feeds(port, others)
 
 
+def parse_probe(text: object) -> float:
+    """Seconds, from ``1s`` to an hour; 0 for ``none``. Raises MisconfiguredError."""
+    seconds = 0.0 if text == "none" else parse_age(text)
+    if seconds and not 1.0 <= seconds <= 3600.0:
+        raise MisconfiguredError(f"{text!r} is outside 1s to 1h; none asks never")
+    return seconds
+
+
 def parse_policy(text: object) -> str:
     """The name of a policy. Raises MisconfiguredError."""
     name = parse_text(text)
@@ -195,6 +205,9 @@ ROUTER_SETTINGS = (
     Setting("feed_tls_ca", parse_path, "PATH", "authority of the feeds' certificates", "feed_tls_ca"),
     Setting("feed_tls_cert", parse_path, "PATH", "the certificate to show them", "feed_tls_cert"),
     Setting("feed_tls_key", parse_path, "PATH", "its key", "feed_tls_key"),
+    Setting(
+        "probe", parse_probe, "AGE", "how often workers are asked how they are (2s), none", "probe_interval_s"
+    ),
     Setting("trust", parse_path, "PATH", "file of API keys and their groups", "trust"),
     Setting("trust_secret", parse_secret, "TEXT", "the secret itself", "trust_secret", environment_only=True),
     Setting("trust_secret_file", parse_path, "PATH", "file with the secret of salts", "trust_secret"),

@@ -12,7 +12,7 @@ import uvloop
 from kvferry.router.app import Router
 from kvferry.router.http.limits import Limits
 from kvferry.router.http.proxy import ProxyStatistics
-from kvferry.router.settings import Feeds, RouterSettings
+from kvferry.router.settings import Feeds, RouterSettings, WorkerAddress
 from kvferry.testing.worker import MockWorker, WorkerSettings
 from kvferry.tiers.valkey.url import Address
 
@@ -48,7 +48,7 @@ async def routing(*workers: str, limits: Limits | None = None, **settings: Any) 
         workers=tuple(WorkerAddress(url) for url in workers),
         listen=Address("127.0.0.1", 0),
         metrics_port=0,
-        **{"feeds": Feeds(0), **settings},
+        **{"feeds": Feeds(0), "probe_interval_s": 0.0, **settings},
     )
     router = Router(told, limits=replace(limits or told.limits, drain_s=PATIENCE_S))
     await router.start()
