@@ -14,6 +14,10 @@ BENCHMARKS = {
         "what a full Valkey keeps of a trace, by its policy and by what steers that",
     ),
     "policies": ("kvferry.bench.policies.command", "hit rates of the pool's eviction policy and of others"),
+    "router": (
+        "kvferry.bench.router.command",
+        "what the router adds and costs, and what its choice is worth, beside vllm-router",
+    ),
     "faults": ("kvferry.bench.faults.command", "what a fault costs real engines, and how reuse returns"),
     "chaos": ("kvferry.bench.chaos.command", "wrong bytes, leaks and late answers while all of it is broken"),
     "soak": (

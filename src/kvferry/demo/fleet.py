@@ -58,7 +58,8 @@ class FleetSettings:
 
     valkey_url: an existing server to use instead of starting one. kv_space_gib: each engine's own KV memory.
     valkey_memory: of a server that is started. storage: what lies behind Valkey; None: nothing.
-    connector: its module and class. ready_s: how long an engine may take to start.
+    connector: its module and class. ready_s: how long an engine may take to start. node_arguments: of the
+    node, behind the usual ones.
     """
 
     model: Path
@@ -72,6 +73,7 @@ class FleetSettings:
     connector: tuple[str, str] = (CONNECTOR_MODULE, CONNECTOR_NAME)
     engine_environment: tuple[tuple[str, str], ...] = ()
     ready_s: float = ENGINE_READY_S
+    node_arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +247,7 @@ class Fleet:
             *("--valkey", self.valkey_url),
             *(() if self._storage is None else ("--keepers", str(self._storage.address))),
             *("--metrics-port", str(self._metrics_port)),
+            *self.settings.node_arguments,
         ]
 
     def start_node(self) -> None:

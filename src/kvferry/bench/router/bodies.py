@@ -26,7 +26,7 @@ def prose(rng: random.Random, length: int) -> str:
 def messages(rng: random.Random, length: int, *, first: str = "user") -> list[dict[str, str]]:
     """A conversation of so many characters, in turns of at most ``MESSAGE_BYTES``."""
     roles = ("user", "assistant")
-    found = []
+    found: list[dict[str, str]] = []
     while length > 0:
         size = min(length, MESSAGE_BYTES)
         role = first if not found else roles[len(found) % 2]

@@ -19,7 +19,7 @@ from kvferry.errors import BrokenError
 T = TypeVar("T")
 PATIENCE_S = 120.0
 TRAILERS = 3  # events without text: the finish reason, the usage and [DONE]
-END = b"0\r\n\r\n"
+END = b"\r\n0\r\n\r\n"
 _CACHED = re.compile(rb'"cached_tokens": ?(\d+)')
 _PROMPT = re.compile(rb'"prompt_tokens": ?(\d+)')
 
@@ -184,6 +184,25 @@ async def closed_loop(
     await asyncio.gather(*(stream(number) for number in range(streams)))
     for target in targets:
         target.close()
+    return samples
+
+
+async def count_loop(url: str, make: Callable[[], bytes], *, streams: int, count: int) -> list[Sample]:
+    """So many requests, as fast as ``streams`` at a time are answered."""
+    target = Target(url)
+    begun = time.perf_counter()
+    samples: list[Sample] = []
+    left = count
+
+    async def stream(number: int) -> None:
+        nonlocal left
+        while left > 0:
+            left -= 1
+            now = time.perf_counter() - begun
+            samples.append(await target.ask(make(), name=f"n{number}", at=now, begun=begun))
+
+    await asyncio.gather(*(stream(number) for number in range(streams)))
+    target.close()
     return samples
 
 
