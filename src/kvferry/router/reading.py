@@ -29,7 +29,8 @@ _IN_PROMPT = frozenset(("tools", "functions", "documents"))
 class Reading:
     """keys: shortest first; none where there is no prompt. own_salt: the caller's, in the keys where kept.
 
-    model: "" where none is named. max_tokens: 0 where none is given.
+    model: "" where none is named. max_tokens: 0 where none is given. opening: a name of what the user said
+    first, the same in all turns of a conversation and at all routers; where it was asked for.
     """
 
     model: str
@@ -38,6 +39,7 @@ class Reading:
     max_tokens: int = 0
     stream: bool = False
     own_salt: str | None = None
+    opening: str = ""
 
 
 class _Body(msgspec.Struct):
@@ -88,7 +90,15 @@ class Reader:
         self._seed = seed
         self._remembered: dict[bytes, tuple[bytes, int]] = {}
 
-    def read(self, path: str, body: bytes, salt: str = "", *, ignore_own_salt: bool = False) -> Reading:
+    def read(
+        self,
+        path: str,
+        body: bytes,
+        salt: str = "",
+        *,
+        ignore_own_salt: bool = False,
+        with_opening: bool = False,
+    ) -> Reading:
         """One request's. salt: that the router puts in. Raises RefusedError.
 
         ignore_own_salt: the caller's is not passed on. A path that is not known is not judged.
@@ -104,6 +114,7 @@ class Reader:
             head = msgspec.msgpack.encode((build.__name__, model, salt, kept, named))
             chain = KeyChain(head, length=length, seed=self._seed)
             build(asked, chain)
+            opening = _opening(asked) if with_opening else ""
         except RecursionError:
             raise RefusedError("the body is nested too deeply") from None
         return Reading(
@@ -113,6 +124,7 @@ class Reader:
             max_tokens=_max_tokens(asked),
             stream=asked.stream is True,
             own_salt=own,
+            opening=opening,
         )
 
     def _heads(self, asked: _Body) -> tuple[list[tuple[str, bytes]], int]:
@@ -183,6 +195,15 @@ def _session(asked: _Body) -> str:
     for value in (asked.session_id, asked.prompt_cache_key, asked.user):
         if isinstance(value, str) and value:
             return value
+    return ""
+
+
+def _opening(asked: _Body) -> str:
+    """Of a chat: its first message by a user. A bare prompt has no beginning that later ones share."""
+    messages = asked.messages if asked.messages is not None else asked.input
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict) and message.get("role") == "user":
+            return xxhash.xxh3_128_hexdigest(_canonical_json(message.get("content")))
     return ""
 
 
