@@ -36,11 +36,15 @@ class View:
         self.results: list[Result] = []
         self.resets = 0
         self.losses = 0
+        self.behind = ""
 
     def reset(self, node: str = "") -> None:
         for kept in (self.spaces, self.engines, self.rates, self.speeds, self.held):
             kept.clear()
         self.resets += 1
+
+    def met(self, node: str, *, behind: str) -> None:
+        self.behind = behind
 
     def lost(self, node: str = "") -> None:
         self.losses += 1
