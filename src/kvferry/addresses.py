@@ -1,12 +1,24 @@
 """Where servers are and where to listen, as people write it: ``host[:port]``."""
 
 import ipaddress
+from typing import NamedTuple
 
 from kvferry.errors import MisconfiguredError
-from kvferry.tiers.valkey.url import Address
 from kvferry.values import parse_count, parse_ip_address
 
 _NOT_IN_HOST = " #?/\\[]<>\"'@,:"
+
+
+class Address(NamedTuple):
+    """A server: host and port, or the path of a Unix socket with port 0."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        if not self.port:
+            return self.host
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def parse_listening(text: str, *, port: int) -> Address:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvferry.addresses import Address
 from kvferry.errors import MisconfiguredError
 from kvferry.feed.settings import FEED_SETTINGS, FeedSettings, check_feed
 from kvferry.identity.sealing import KeyRing
@@ -13,7 +14,7 @@ from kvferry.keeper.access import KeeperAccess
 from kvferry.keeper.address import parse_keepers
 from kvferry.secret import NO_LINE, Secret, parse_secret, read_secret
 from kvferry.sources import Setting, gathered, parsed
-from kvferry.tiers.valkey.url import Address, ValkeyUrl, parse_url
+from kvferry.tiers.valkey.url import ValkeyUrl, parse_url
 from kvferry.values import (
     TlsFiles,
     parse_count,

@@ -16,10 +16,10 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvferry.addresses import Address
 from kvferry.errors import KvferryError, MisconfiguredError, RefusedError
 from kvferry.link import Link, Speech
 from kvferry.loop import Loop, Timer
-from kvferry.tiers.valkey.url import Address
 
 MAX_CONNECTIONS = 1024
 MAX_STRANGERS = 64

@@ -3,8 +3,8 @@
 import ssl
 from typing import NamedTuple
 
+from kvferry.addresses import Address
 from kvferry.certificates import Contexts, Labels, client_context, server_context
-from kvferry.tiers.valkey.url import Address
 from kvferry.values import TlsFiles
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.node.fleet import Engine, at_rest, digests, eventually, settings
 
+from kvferry.addresses import Address
 from kvferry.cli.main import main
 from kvferry.client.messages import NamespaceInfo, Reason
 from kvferry.identity.names import PartKey, PartRef
@@ -22,7 +23,6 @@ from kvferry.testing.servers import Server, running_server
 from kvferry.tiers.objects.settings import ObjectSettings
 from kvferry.tiers.objects.tier import ObjectTier
 from kvferry.tiers.valkey.tier import ValkeyTier
-from kvferry.tiers.valkey.url import Address
 
 PART_BYTES = 64 << 10
 SPACE = NamespaceInfo(b"test" + b"w" * 12, (PART_BYTES,), 128, "test", "model")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.node.fleet import Engine, at_rest, digests, eventually, settings
 
+from kvferry.addresses import Address
 from kvferry.cli.main import main
 from kvferry.client.messages import NamespaceInfo, Reason
 from kvferry.identity.names import PartKey, PartRef
@@ -20,7 +21,6 @@ from kvferry.node.node import Node
 from kvferry.testing.s3 import start_obstore
 from kvferry.testing.servers import Server, running_server
 from kvferry.tiers.valkey.tier import ValkeyTier
-from kvferry.tiers.valkey.url import Address
 
 PART_BYTES = 64 << 10
 SPACE = NamespaceInfo(b"test" + b"s" * 12, (PART_BYTES,), 128, "test", "model")

@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 from tests.feed.view import View
 
+from kvferry.addresses import Address
 from kvferry.feed.access import FeedAccess
 from kvferry.router.feed.follower import FollowerStatistics
 from kvferry.router.feed.followers import Followers
 from kvferry.testing.expectations import WAIT_S, eventually
-from kvferry.tiers.valkey.url import Address
 
 T = TypeVar("T")
 

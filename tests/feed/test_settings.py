@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.addresses import Address
 from kvferry.config import load_node_settings
 from kvferry.errors import MisconfiguredError
-from kvferry.tiers.valkey.url import Address
 
 CERT = {"feed_tls_cert": "/c", "feed_tls_key": "/k"}
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 from tests.fuzz import keepers
 
+from kvferry.addresses import Address
 from kvferry.config import load_node_settings
 from kvferry.engines.vllm.settings import parse_settings
 from kvferry.errors import CorruptError, KvferryError, MisconfiguredError, RefusedError
@@ -33,7 +34,7 @@ from kvferry.tiers.valkey.protection import Checksums, Protection, Received, Sea
 from kvferry.tiers.valkey.resp import Reader, ServerError
 from kvferry.tiers.valkey.stream import DroppedError, Patience, Stream, Until
 from kvferry.tiers.valkey.topology import parse_redirect, parse_slots
-from kvferry.tiers.valkey.url import Address, parse_url
+from kvferry.tiers.valkey.url import parse_url
 
 NAMESPACE, CHUNK = bytes(range(16)), bytes(range(32))
 KEY = PartKey(NAMESPACE, CHUNK, 3)

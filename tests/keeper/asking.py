@@ -5,13 +5,13 @@ import time
 import pytest
 from tests.keeper.fleet import Answers, some_refs
 
+from kvferry.addresses import Address
 from kvferry.keeper import peer
 from kvferry.keeper.client import Keepers, KeeperStatus
 from kvferry.keeper.wire import (
     Where,
 )
 from kvferry.tiers.contract import Outcome
-from kvferry.tiers.valkey.url import Address
 
 REFS = some_refs(60, parts=2)
 LONG_S = 60.0

@@ -7,12 +7,12 @@ import pytest
 from tests.keeper.fleet import FakeKeeping, started
 
 from kvferry import listening
+from kvferry.addresses import Address
 from kvferry.keeper import peer
 from kvferry.keeper.access import KeeperAccess
 from kvferry.keeper.client import Keepers
 from kvferry.keeper.server import Admission, Server
 from kvferry.testing.expectations import eventually
-from kvferry.tiers.valkey.url import Address
 
 Serve = Callable[..., Server]
 Connect = Callable[..., Keepers]

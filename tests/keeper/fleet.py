@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 
+from kvferry.addresses import Address
 from kvferry.identity.names import PartKey, PartRef
 from kvferry.keeper.server import Admission, Server
 from kvferry.keeper.wire import Where
 from kvferry.testing.expectations import WAIT_S
 from kvferry.tiers.contract import Dropped, Outcome
-from kvferry.tiers.valkey.url import Address
 
 NAMESPACE = b"test" + b"k" * 12
 ANY_PORT = Address("127.0.0.1", 0)

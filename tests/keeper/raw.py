@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Self
 
 from kvferry import __version__
+from kvferry.addresses import Address
 from kvferry.frames import FrameBuffer
 from kvferry.keeper.framing import decode_from_keeper, decode_to_keeper, encode
 from kvferry.keeper.wire import PROTOCOL, FromKeeper, Hello, Message, Ping, Pong, Role, ToKeeper, Welcome
 from kvferry.testing.expectations import WAIT_S
-from kvferry.tiers.valkey.url import Address
 
 HELLO = Hello(protocol=PROTOCOL, version=__version__, node="raw")
 ADMIN = Hello(protocol=PROTOCOL, version=__version__, node="raw", role=Role.ADMIN)

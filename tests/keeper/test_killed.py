@@ -12,6 +12,7 @@ from tests.keeper.fleet import Answers
 from tests.keeper.rig import contents, fill, prompt
 from tests.servers import Server, free_ports, must, running_server
 
+from kvferry.addresses import Address
 from kvferry.identity.names import PartRef
 from kvferry.keeper import peer
 from kvferry.keeper.access import KeeperAccess
@@ -22,7 +23,6 @@ from kvferry.testing.processes import Program
 from kvferry.testing.tier_calls import fetch_all
 from kvferry.tiers.contract import Outcome
 from kvferry.tiers.valkey.tier import ValkeyTier
-from kvferry.tiers.valkey.url import Address
 
 REFS = prompt("a", 60, nbytes=400_000)
 

@@ -12,6 +12,7 @@ from tests.keeper.conftest import Connect, Serve
 from tests.keeper.fleet import FakeKeeping, some_refs
 from tests.keeper.raw import RawKeeper, raw_keeper
 
+from kvferry.addresses import Address
 from kvferry.frames import LENGTH
 from kvferry.keeper import client, peer
 from kvferry.keeper.access import KeeperAccess
@@ -34,7 +35,6 @@ from kvferry.keeper.wire import (
 )
 from kvferry.testing.expectations import WAIT_S, eventually
 from kvferry.tiers.contract import Outcome
-from kvferry.tiers.valkey.url import Address
 
 
 @pytest.mark.parametrize(

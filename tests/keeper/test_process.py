@@ -17,6 +17,7 @@ import pytest
 from tests.keeper.fleet import Answers
 from tests.servers import Server, free_ports, running_server
 
+from kvferry.addresses import Address
 from kvferry.cli.main import main
 from kvferry.keeper import peer
 from kvferry.keeper.access import KeeperAccess
@@ -30,7 +31,6 @@ from kvferry.testing.s3 import start_obstore
 from kvferry.testing.tier_calls import fetch_all, some_bytes, some_ref, store_all
 from kvferry.tiers.contract import Outcome
 from kvferry.tiers.valkey.tier import ValkeyTier
-from kvferry.tiers.valkey.url import Address
 
 KVFERRY = [sys.executable, "-m", "kvferry"]
 TOKEN = "mark-of-a-token"

@@ -15,6 +15,7 @@ from tests.keeper.fleet import Answers
 from tests.keeper.rig import EAGER, NAMESPACE, contents, fill, holds, idle, prompt
 from tests.servers import free_ports, running_server
 
+from kvferry.addresses import Address
 from kvferry.identity.names import PartRef
 from kvferry.keeper import peer, reconcile
 from kvferry.keeper.access import KeeperAccess
@@ -34,7 +35,6 @@ from kvferry.tiers.disk.tier import DiskTier
 from kvferry.tiers.objects.settings import ObjectSettings
 from kvferry.tiers.objects.tier import ObjectTier
 from kvferry.tiers.valkey.tier import ValkeyTier
-from kvferry.tiers.valkey.url import Address
 
 
 @pytest.fixture(scope="module", autouse=True)

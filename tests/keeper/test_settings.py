@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.addresses import Address
 from kvferry.config import KEEPERS_SETTINGS, client_keepers, load_node_settings
 from kvferry.errors import MisconfiguredError
 from kvferry.keeper.access import KeeperAccess
 from kvferry.keeper.address import parse_keepers, parse_listen
 from kvferry.keeper.settings import KEEPER_SETTINGS, KeeperSettings, load_keeper_settings
-from kvferry.tiers.valkey.url import Address
 from kvferry.values import TlsFiles, parse_age
 
 VALKEY = {"valkey": "valkey://h"}

@@ -10,6 +10,7 @@ import pytest
 from tests.keeper.fleet import Answers
 from tests.servers import free_ports, must, running_server
 
+from kvferry.addresses import Address
 from kvferry.cli.main import main
 from kvferry.keeper.app import KeeperProcess
 from kvferry.keeper.settings import KeeperSettings
@@ -23,7 +24,7 @@ from kvferry.tiers import awaited
 from kvferry.tiers.contract import Dropped, Outcome
 from kvferry.tiers.valkey.acl import setuser
 from kvferry.tiers.valkey.tier import ValkeyTier
-from kvferry.tiers.valkey.url import Address, parse_url
+from kvferry.tiers.valkey.url import parse_url
 
 REFS = [some_ref(100_000, seed) for seed in range(4)]
 DATA = [some_bytes(ref.nbytes, seed) for seed, ref in enumerate(REFS)]

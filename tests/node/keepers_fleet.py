@@ -7,6 +7,7 @@ from pathlib import Path
 from tests.node.fleet import Engine, settings
 from tests.servers import Server
 
+from kvferry.addresses import Address
 from kvferry.client.messages import NamespaceInfo
 from kvferry.config import NodeSettings
 from kvferry.identity.sealing import KeyRing
@@ -16,7 +17,7 @@ from kvferry.keeper.statistics import KeeperStatistics, LineStatistics
 from kvferry.node.node import Node
 from kvferry.testing.expectations import eventually
 from kvferry.testing.proxy import Proxy
-from kvferry.tiers.valkey.url import Address, parse_url
+from kvferry.tiers.valkey.url import parse_url
 
 DISK_BYTES = 128 << 20
 PART_BYTES = 256 << 10

@@ -23,6 +23,7 @@ from tests.node.fleet import (
 )
 from tests.servers import running_server
 
+from kvferry.addresses import Address
 from kvferry.client.admin import AdminClient
 from kvferry.client.messages import LoadEnd, Reason
 from kvferry.identity.names import PartKey, PartRef
@@ -37,7 +38,7 @@ from kvferry.tiers.contract import Outcome
 from kvferry.tiers.valkey.jobs import stripe_key
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.tier import ValkeyTier
-from kvferry.tiers.valkey.url import Address, ValkeyUrl
+from kvferry.tiers.valkey.url import ValkeyUrl
 
 DAY_S = 86400.0
 

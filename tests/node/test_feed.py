@@ -23,6 +23,7 @@ from tests.node.fleet import (
     settings,
 )
 
+from kvferry.addresses import Address
 from kvferry.client.messages import Prefill, Report, ReserveOutcome
 from kvferry.feed.wire import Level
 from kvferry.identity.names import PartKey
@@ -33,7 +34,6 @@ from kvferry.node.node import Node
 from kvferry.testing.expectations import eventually
 from kvferry.testing.memory_tier import MemoryTier
 from kvferry.tiers.contract import Outcome
-from kvferry.tiers.valkey.url import Address
 
 LOOPBACK = Address("127.0.0.1", 0)
 

@@ -15,6 +15,7 @@ from tests.feed.view import View
 from tests.tiers.authority import Authority
 
 from kvferry import __version__, listening
+from kvferry.addresses import Address
 from kvferry.errors import MisconfiguredError
 from kvferry.feed import log
 from kvferry.feed.access import FeedAccess
@@ -43,7 +44,6 @@ from kvferry.node.feedserver import FeedServer
 from kvferry.secret import Secret
 from kvferry.testing.expectations import WAIT_S, eventually
 from kvferry.testing.proxy import Proxy
-from kvferry.tiers.valkey.url import Address
 from kvferry.values import TlsFiles
 
 LOOPBACK = FeedSettings(listen=Address("127.0.0.1", 0))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from tests.servers import Cluster, Server
 
+from kvferry.addresses import Address
 from kvferry.errors import BrokenError, MisconfiguredError
 from kvferry.identity.stripes import part_checksums, stripe_plan
 from kvferry.testing.expectations import WAIT_S, eventually
@@ -22,7 +23,7 @@ from kvferry.tiers.valkey.router import Router
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.tier import ValkeyTier
 from kvferry.tiers.valkey.topology import SlotRange
-from kvferry.tiers.valkey.url import Address, ValkeyUrl
+from kvferry.tiers.valkey.url import ValkeyUrl
 
 FAR_S = 60.0
 Serve = Callable[[socket.socket], None]

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.servers import Server, running_server, start_server
 
+from kvferry.addresses import Address
 from kvferry.identity.header import HEADER_BYTES
 from kvferry.identity.names import PartRef
 from kvferry.identity.stripes import stripe_plan
@@ -20,7 +21,7 @@ from kvferry.tiers.valkey import mover, scout
 from kvferry.tiers.valkey.jobs import stripe_key
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.tier import ValkeyTier
-from kvferry.tiers.valkey.url import Address, ValkeyUrl
+from kvferry.tiers.valkey.url import ValkeyUrl
 
 PART_BYTES = 3 << 20
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 from tests.servers import Server
 
+from kvferry.addresses import Address
 from kvferry.testing.expectations import eventually
 from kvferry.testing.faults import Corrupt, Cut, Ending, Fault, Insert
 from kvferry.testing.proxy import Proxy
@@ -14,7 +15,7 @@ from kvferry.testing.tier_contract import FAILURES, fetch_all, probe_all, some_b
 from kvferry.tiers.contract import Outcome
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.tier import ValkeyTier
-from kvferry.tiers.valkey.url import Address, ValkeyUrl
+from kvferry.tiers.valkey.url import ValkeyUrl
 
 PART_BYTES = 200_000
 REF, DATA = some_ref(PART_BYTES, 1), some_bytes(PART_BYTES, 1)

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from tests.servers import start_server
 
+from kvferry.addresses import Address
 from kvferry.testing.expectations import eventually
 from kvferry.testing.tier_contract import fetch_all, some_ref
 from kvferry.tiers.contract import Outcome
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.shard import Shard
 from kvferry.tiers.valkey.tier import ValkeyTier
-from kvferry.tiers.valkey.url import Address, ValkeyUrl
+from kvferry.tiers.valkey.url import ValkeyUrl
 
 
 def _lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:

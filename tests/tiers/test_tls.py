@@ -16,11 +16,12 @@ from tests.servers import CLUSTER_OPTIONS, Server, free_ports, must, redis_binar
 from tests.tiers.admission import OPTIONS, PASSWORD, Refused, round_trip, unanswered, works
 from tests.tiers.authority import Authority, Issued
 
+from kvferry.addresses import Address
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.stream import UnreachableError, dial
 from kvferry.tiers.valkey.tier import ValkeyTier
 from kvferry.tiers.valkey.tls import Tls
-from kvferry.tiers.valkey.url import Address, parse_url
+from kvferry.tiers.valkey.url import parse_url
 from kvferry.values import TlsFiles
 
 needs_redis = pytest.mark.skipif(

@@ -2,8 +2,9 @@
 
 import pytest
 
+from kvferry.addresses import Address
 from kvferry.errors import MisconfiguredError
-from kvferry.tiers.valkey.url import Address, parse_url
+from kvferry.tiers.valkey.url import parse_url
 from kvferry.values import TlsFiles
 
 

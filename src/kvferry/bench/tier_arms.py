@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from kvferry.addresses import Address
 from kvferry.errors import BrokenError, MisconfiguredError
 from kvferry.identity.names import PartKey, PartRef
 from kvferry.identity.stripes import HEADER_BYTES, part_checksums, stripe_plan
@@ -21,7 +22,6 @@ from kvferry.pool.arena import Arena
 from kvferry.pool.prepare import PrepareThread
 from kvferry.tiers.contract import FetchItem, FetchResult, Outcome, StoreItem, Tier
 from kvferry.tiers.valkey.jobs import stripe_key
-from kvferry.tiers.valkey.url import Address
 
 BARE_DEPTH = 8
 WAIT_S = 60.0

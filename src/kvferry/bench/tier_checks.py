@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+from kvferry.addresses import Address
 from kvferry.bench.tier_arms import NAMESPACE, Parts, TierArm, parts_in_memory
 from kvferry.errors import BrokenError, MisconfiguredError
 from kvferry.identity.names import PartKey
@@ -21,7 +22,7 @@ from kvferry.tiers.valkey.jobs import stripe_key
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.slots import SLOTS, key_slot
 from kvferry.tiers.valkey.tier import ValkeyTier
-from kvferry.tiers.valkey.url import Address, ValkeyUrl
+from kvferry.tiers.valkey.url import ValkeyUrl
 
 ALLOCATOR_PART_BYTES = tuple(int(mib * (1 << 20)) for mib in (1, 2.5, 4, 8, 10, 32))
 MAX_OVERHEAD = 0.03

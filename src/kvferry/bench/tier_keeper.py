@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvferry.addresses import Address
 from kvferry.bench.tier_arms import WAIT_S, Parts, TierArm, parts_in_memory
 from kvferry.demo.processes import wait_until
 from kvferry.errors import BrokenError, KvferryError, RefusedError
@@ -27,7 +28,6 @@ from kvferry.testing.processes import Program
 from kvferry.testing.servers import Server, free_ports, running_server
 from kvferry.tiers.contract import Outcome
 from kvferry.tiers.valkey.tier import ValkeyTier
-from kvferry.tiers.valkey.url import Address
 
 PART_BYTES = 5 << 19
 MIN_TURN_S = 1.0

@@ -12,8 +12,8 @@ from kvferry.errors import KvferryError
 from kvferry.keeper.rendezvous import complaint, namesakes
 
 if TYPE_CHECKING:
+    from kvferry.addresses import Address
     from kvferry.keeper.access import KeeperAccess
-    from kvferry.tiers.valkey.url import Address
 
 _NAME_COLUMNS = 30
 _MAX_PEERS = 16

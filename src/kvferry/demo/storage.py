@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvferry.addresses import Address
 from kvferry.demo.ports import free_port, free_ports
 from kvferry.demo.processes import Child, Children, wait_until
 from kvferry.demo.s3 import HIGHEST_PORT, PORTS, s3_answers, s3_command, s3_environment, sweep_s3_sockets
@@ -15,7 +16,6 @@ from kvferry.keeper.access import KeeperAccess
 from kvferry.keeper.admin import KeeperAdmin
 from kvferry.keeper.wire import DropTier
 from kvferry.tiers.contract import Outcome
-from kvferry.tiers.valkey.url import Address
 
 S3_READY_S = 60.0
 KEEPER_READY_S = 60.0

@@ -5,12 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.addresses import parse_listening
+from kvferry.addresses import Address, parse_listening
 from kvferry.certificates import Labels
 from kvferry.errors import MisconfiguredError
 from kvferry.secret import Secret, parse_secret
 from kvferry.sources import Setting
-from kvferry.tiers.valkey.url import Address
 from kvferry.values import TlsFiles, parse_path, parse_text
 
 DEFAULT_PORT = 9474

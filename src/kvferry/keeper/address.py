@@ -1,8 +1,7 @@
 """Where keepers are, as people write it."""
 
-from kvferry.addresses import parse_listening, parse_server
+from kvferry.addresses import Address, parse_listening, parse_server
 from kvferry.errors import MisconfiguredError
-from kvferry.tiers.valkey.url import Address
 from kvferry.values import parse_text
 
 DEFAULT_PORT = 9472

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from kvferry import __version__
+from kvferry.addresses import Address
 from kvferry.errors import ClosedError, KvferryError, RefusedError, RetryError
 from kvferry.frames import FrameBuffer, refusal_text
 from kvferry.identity.names import PartRef
@@ -47,7 +48,6 @@ from kvferry.keeper.wire import (
 )
 from kvferry.tiers.contract import Dropped, Outcome
 from kvferry.tiers.valkey.resolve import connect
-from kvferry.tiers.valkey.url import Address
 
 CONNECT_S = 5.0
 ANSWER_S = 10.0

@@ -15,6 +15,7 @@ from types import FrameType
 import msgspec
 
 from kvferry import __version__
+from kvferry.addresses import Address
 from kvferry.config import format_size
 from kvferry.errors import ClosedError
 from kvferry.keeper.forms import Form, Plain, Sealed
@@ -30,7 +31,6 @@ from kvferry.keeper.troubles import Trouble, Troubles, Watch
 from kvferry.tiers.awaited import AwaitedTier, lower_opened_or_awaited, opened_or_awaited
 from kvferry.tiers.contract import LowerTier
 from kvferry.tiers.disk.tier import DiskTier
-from kvferry.tiers.valkey.url import Address
 
 USES_NAME = "uses"
 MIN_DISK_FOR_USES_BYTES = 4 << 30

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvferry import __version__
+from kvferry.addresses import Address
 from kvferry.identity.names import PartRef
 from kvferry.keeper.access import KeeperAccess
 from kvferry.keeper.peer import Peer
@@ -32,7 +33,6 @@ from kvferry.keeper.wire import (
 )
 from kvferry.loop import Loop
 from kvferry.tiers.contract import Outcome, Transfer
-from kvferry.tiers.valkey.url import Address
 
 __all__ = ["KeeperAccess", "KeeperStatus", "Keepers", "KeepersStatistics", "Where"]
 

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+from kvferry.addresses import Address
 from kvferry.breaker import SILENCE, Breaker
 from kvferry.errors import KvferryError, MisconfiguredError, RefusedError
 from kvferry.frames import refusal_text
@@ -33,7 +34,6 @@ from kvferry.keeper.wire import FromKeeper, Hello, Message, Ping, Pong, Welcome
 from kvferry.link import Link
 from kvferry.loop import Loop, Timer
 from kvferry.tiers.valkey.resolve import connect
-from kvferry.tiers.valkey.url import Address
 
 CONNECT_S = 2.0
 GREETING_S = 2.0

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from kvferry.addresses import Address
 from kvferry.errors import KvferryError
 from kvferry.identity.names import PartRef
 from kvferry.keeper.sharers import Sharers
@@ -19,7 +20,6 @@ from kvferry.keeper.sightings import Sightings
 from kvferry.keeper.statistics import ScanStatistics
 from kvferry.tiers.contract import Dropped, Outcome
 from kvferry.tiers.valkey.keyspace import Keyspace, NoIdleTimesError, Shelf, StoredKey, parse_key
-from kvferry.tiers.valkey.url import Address
 
 log = logging.getLogger("kvferry.keeper")
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvferry import __version__
+from kvferry.addresses import Address
 from kvferry.errors import RefusedError
 from kvferry.identity.header import KEY_ID_BYTES
 from kvferry.keeper.framing import SPEECH, decode_to_keeper, hello_mismatch
@@ -21,7 +22,6 @@ from kvferry.keeper.requests import Keeping, Requests
 from kvferry.keeper.wire import PROTOCOL, Hello, Refusal, Role, Welcome
 from kvferry.listening import Guest, Listener
 from kvferry.loop import Loop
-from kvferry.tiers.valkey.url import Address
 
 JOIN_S = 10.0
 

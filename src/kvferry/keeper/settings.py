@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvferry.addresses import Address
 from kvferry.config import (
     DEFAULT_METRICS_HOST,
     OTHER_ENVIRONMENT,
@@ -26,7 +27,7 @@ from kvferry.keeper.address import DEFAULT_PORT, MAX_KEEPERS, parse_listen
 from kvferry.keeper.limits import MIN_BUFFER_BYTES, Limits
 from kvferry.secret import Secret, parse_secret
 from kvferry.sources import Setting, gathered, parsed
-from kvferry.tiers.valkey.url import Address, ValkeyUrl
+from kvferry.tiers.valkey.url import ValkeyUrl
 from kvferry.values import TlsFiles, parse_age, parse_ip_address, parse_path, parse_text
 
 DEFAULT_LISTEN = Address("127.0.0.1", DEFAULT_PORT)

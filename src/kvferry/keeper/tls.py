@@ -1,8 +1,8 @@
 """What TLS between nodes and keepers is called, in settings and in errors."""
 
 from kvferry import tls
+from kvferry.addresses import Address
 from kvferry.certificates import Contexts, Labels
-from kvferry.tiers.valkey.url import Address
 from kvferry.values import TlsFiles
 
 ENDS = tls.Ends(client="node", server="keeper", settings="keeper_tls_")

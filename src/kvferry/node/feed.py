@@ -8,6 +8,7 @@ pool until it is much: a router that comes later needs only what is there then.
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from kvferry.addresses import Address
 from kvferry.feed.framing import split
 from kvferry.feed.parts import Sighting
 from kvferry.feed.wire import (
@@ -33,7 +34,6 @@ from kvferry.node.state import Namespace, NodeState
 from kvferry.node.wire import Attach, Came, Lookup, Prefill, Report, Role
 from kvferry.pool.catalogue import Catalogue
 from kvferry.tiers.contract import Outcome
-from kvferry.tiers.valkey.url import Address
 
 MAX_CHANGED_PER_TURN = 4096
 """Looked at in one turn of the loop, at about a microsecond each."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvferry import __version__
+from kvferry.addresses import Address
 from kvferry.errors import RefusedError
 from kvferry.feed.framing import SPEECH, decode_from_router, hello_mismatch
 from kvferry.feed.log import Log
@@ -42,7 +43,6 @@ from kvferry.feed.wire import (
 from kvferry.link import Link
 from kvferry.listening import Guest, Listener
 from kvferry.loop import Loop
-from kvferry.tiers.valkey.url import Address
 from kvferry.tls import server_contexts
 
 MAX_FOLLOWERS = 64

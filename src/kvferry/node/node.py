@@ -13,6 +13,7 @@ from functools import partial
 from types import FrameType
 
 from kvferry import __version__
+from kvferry.addresses import Address
 from kvferry.config import NodeSettings, format_size
 from kvferry.errors import ClosedError, RetryError
 from kvferry.loop import Loop
@@ -31,7 +32,7 @@ from kvferry.pool.catalogue import Catalogue
 from kvferry.pool.prepare import PrepareThread
 from kvferry.pool.slots import SlotAllocator
 from kvferry.tiers.contract import Tier
-from kvferry.tiers.valkey.url import Address, ValkeyUrl
+from kvferry.tiers.valkey.url import ValkeyUrl
 
 JOIN_S = 10.0
 DISK = "disk"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry import __version__
+from kvferry.addresses import Address
 from kvferry.certificates import Contexts, Labels, client_context, server_context
 from kvferry.errors import ClosedError, MisconfiguredError
 from kvferry.router.attending import Attendant
@@ -30,7 +31,6 @@ from kvferry.router.roster import DEFAULT_POOL, Roster
 from kvferry.router.settings import RouterSettings
 from kvferry.router.trust import PUBLIC_SECRET, Trust
 from kvferry.router.trustfile import read_rules
-from kvferry.tiers.valkey.url import Address
 
 TLS_LABELS = Labels("tls_ca ", "tls_cert ", "tls_key ")
 WORKER_TLS_LABELS = Labels("worker_tls_ca ", "worker_tls_cert ", "worker_tls_key ")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from kvferry.addresses import parse_listening, parse_server
+from kvferry.addresses import Address, parse_listening, parse_server
 from kvferry.config import DEFAULT_METRICS_HOST, OTHER_ENVIRONMENT, check_metrics, parse_port, parse_size
 from kvferry.errors import MisconfiguredError
 from kvferry.feed.access import FeedAccess
@@ -17,7 +17,6 @@ from kvferry.router.http.limits import Limits
 from kvferry.router.policies import POLICIES
 from kvferry.secret import Secret, parse_secret
 from kvferry.sources import Setting, gathered, parsed, suggestion
-from kvferry.tiers.valkey.url import Address
 from kvferry.values import TlsFiles, parse_age, parse_count, parse_ip_address, parse_path, parse_text
 
 DEFAULT_PORT = 8080

@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from kvferry.addresses import Address
 from kvferry.errors import KvferryError, MisconfiguredError
 from kvferry.testing.processes import Program
 from kvferry.tiers.valkey.connection import Connection
 from kvferry.tiers.valkey.resp import Reply, ServerError
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.stream import Until
-from kvferry.tiers.valkey.url import Address, ValkeyUrl
+from kvferry.tiers.valkey.url import ValkeyUrl
 
 START_S = 60.0
 ASK_S = 30.0  # a busy host is slow to greet

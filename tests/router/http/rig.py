@@ -9,12 +9,12 @@ from typing import Any
 
 import uvloop
 
+from kvferry.addresses import Address
 from kvferry.router.app import Router
 from kvferry.router.http.limits import Limits
 from kvferry.router.http.proxy import ProxyStatistics
 from kvferry.router.settings import Feeds, RouterSettings, WorkerAddress
 from kvferry.testing.worker import MockWorker, WorkerSettings
-from kvferry.tiers.valkey.url import Address
 
 PATIENCE_S = 30.0
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

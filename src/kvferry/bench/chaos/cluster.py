@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvferry.addresses import Address
 from kvferry.demo.processes import Child, Children, wait_until
 from kvferry.errors import KvferryError, RetryError
 from kvferry.testing.servers import CLUSTER_OPTIONS, SLOTS, must, valkey_binary
@@ -19,7 +20,7 @@ from kvferry.tiers.valkey.connection import Connection
 from kvferry.tiers.valkey.resp import Reply, ServerError
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.stream import Until
-from kvferry.tiers.valkey.url import Address, ValkeyUrl
+from kvferry.tiers.valkey.url import ValkeyUrl
 
 SHARDS = 3
 FIRST_PORT, LAST_PORT = 12000, 31000

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from kvferry.addresses import Address
 from kvferry.bench import hook_times
 from kvferry.demo.ask import Replica
 from kvferry.demo.fleet import Fleet, FleetSettings, plan_replicas
@@ -19,7 +20,7 @@ from kvferry.tiers.valkey.connection import Connection
 from kvferry.tiers.valkey.resp import Reply
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.stream import Until
-from kvferry.tiers.valkey.url import Address, ValkeyUrl
+from kvferry.tiers.valkey.url import ValkeyUrl
 
 LOAD_S = 1.5  # how long a load takes through the slowed proxy: to be broken in its middle
 ASK_VALKEY_S = 10.0

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from kvferry.addresses import Address
 from kvferry.bench.soak.asking import Answer, Question, ask
 from kvferry.bench.soak.audit import DIRECTORY_VARIABLE
 from kvferry.demo.ask import Replica
@@ -22,7 +23,7 @@ from kvferry.testing.servers import must
 from kvferry.tiers.valkey.connection import Connection
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.stream import Until
-from kvferry.tiers.valkey.url import Address, ValkeyUrl
+from kvferry.tiers.valkey.url import ValkeyUrl
 
 REFERENCE = "C"
 SERVING = ("A", "B")

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvferry.addresses import Address
 from kvferry.errors import ClosedError, KvferryError
 from kvferry.feed.access import ENDS, FeedAccess
 from kvferry.feed.framing import decode_to_router, encode
@@ -37,7 +38,6 @@ from kvferry.feed.wire import (
 from kvferry.frames import FrameBuffer, refusal_text
 from kvferry.identity.names import DIGEST_BYTES
 from kvferry.router.feed.stream import GapError, Stream
-from kvferry.tiers.valkey.url import Address
 from kvferry.tls import explained
 
 CONNECT_S = 3.0

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from kvferry.addresses import Address
 from kvferry.feed.access import FeedAccess
 from kvferry.router.feed.follower import Follower, FollowerStatistics, Knowledge
-from kvferry.tiers.valkey.url import Address
 
 MAX_FOLLOWERS = 4096
 

@@ -3,6 +3,7 @@
 import contextlib
 import time
 
+from kvferry.addresses import Address
 from kvferry.errors import CorruptError
 from kvferry.identity.header import HEADER_BYTES
 from kvferry.tiers.valkey.login import check_replies, first_commands, why_lost
@@ -27,7 +28,6 @@ from kvferry.tiers.valkey.stream import (
     dial,
 )
 from kvferry.tiers.valkey.tls import Tls
-from kvferry.tiers.valkey.url import Address
 
 
 class Connection:

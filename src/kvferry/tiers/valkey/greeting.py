@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvferry.addresses import Address
 from kvferry.errors import KvferryError, MisconfiguredError
 from kvferry.tiers.awaited import UnansweredError
 from kvferry.tiers.valkey.acl import KEY_PREFIX
@@ -15,7 +16,6 @@ from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.stream import Until
 from kvferry.tiers.valkey.tls import Tls
 from kvferry.tiers.valkey.topology import SlotRange, parse_slots
-from kvferry.tiers.valkey.url import Address
 
 _VERSIONS = ("valkey_version", "redis_version")
 MAX_SHARDS_CHECKED = 16

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from kvferry.addresses import Address
 from kvferry.errors import CorruptError, RefusedError
 from kvferry.identity.header import HEADER_BYTES, named_part
 from kvferry.identity.names import PartKey, PartRef
@@ -18,7 +19,6 @@ from kvferry.tiers.valkey.resp import ProtocolError, Reply, ServerError, command
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.stream import Until
 from kvferry.tiers.valkey.tls import Tls
-from kvferry.tiers.valkey.url import Address
 
 _KEY = re.compile(rb"kvf1:([0-9a-f]{32}):([0-9a-f]{64}):([0-9]{1,4}):([0-9]{1,4})(?::([0-9a-f]{8}))?")
 _KEEPER = f"{KEY_PREFIX}keeper:"

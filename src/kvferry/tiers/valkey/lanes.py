@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvferry.addresses import Address
 from kvferry.tiers.valkey.jobs import Cause, Job, Verb, Verdict
 from kvferry.tiers.valkey.lifetimes import Lifetimes
 from kvferry.tiers.valkey.resp import ServerError
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.tls import Tls
-from kvferry.tiers.valkey.url import Address
 
 
 class Lane(enum.Enum):

@@ -3,12 +3,13 @@
 import ssl
 from collections.abc import Sequence
 
+from kvferry.addresses import Address
 from kvferry.errors import KvferryError, MisconfiguredError
 from kvferry.tiers.valkey.resp import Reply, ServerError, command
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.stream import DroppedError
 from kvferry.tiers.valkey.tls import Tls
-from kvferry.tiers.valkey.url import Address, ValkeyUrl
+from kvferry.tiers.valkey.url import ValkeyUrl
 
 _PASSWORD = "KVFERRY_VALKEY_PASSWORD or --valkey-password-file"
 _TLS_ALERT = b"\x15\x03"

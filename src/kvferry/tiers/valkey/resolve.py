@@ -10,7 +10,7 @@ import threading
 import time
 from typing import NamedTuple
 
-from kvferry.tiers.valkey.url import Address
+from kvferry.addresses import Address
 
 MAX_LOOKUPS = 16
 """Names being looked up at a time: a resolver that hangs must not cost a thread per attempt."""

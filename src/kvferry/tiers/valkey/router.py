@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 
+from kvferry.addresses import Address
 from kvferry.tiers.valkey.jobs import Cause, Job, Verdict
 from kvferry.tiers.valkey.lifetimes import Lifetimes
 from kvferry.tiers.valkey.resp import ErrorKind, ServerError
@@ -18,7 +19,6 @@ from kvferry.tiers.valkey.shard import Shard
 from kvferry.tiers.valkey.slots import SLOTS
 from kvferry.tiers.valkey.tls import Tls
 from kvferry.tiers.valkey.topology import SlotRange, parse_redirect
-from kvferry.tiers.valkey.url import Address
 
 MAX_SHARDS = 1024
 MAX_PARKED = 65536

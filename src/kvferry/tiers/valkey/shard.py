@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
+from kvferry.addresses import Address
 from kvferry.breaker import SILENCE, Breaker
 from kvferry.tiers.valkey.jobs import Cause, Job, Verdict
 from kvferry.tiers.valkey.lanes import LANES, Lane, LaneQueue, Routes
@@ -12,7 +13,6 @@ from kvferry.tiers.valkey.lifetimes import Lifetimes, after_info, warning
 from kvferry.tiers.valkey.mover import Mover
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.tls import Tls
-from kvferry.tiers.valkey.url import Address
 
 DENIAL_SHOWN_S = 60.0
 MAX_DENIALS_LOGGED = 16

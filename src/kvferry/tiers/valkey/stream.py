@@ -15,10 +15,10 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from kvferry.addresses import Address
 from kvferry.errors import ClosedError, KvferryError, RetryError
 from kvferry.tiers.valkey.resolve import connect, time_left
 from kvferry.tiers.valkey.tls import Tls
-from kvferry.tiers.valkey.url import Address
 
 TICK_S = 0.02
 _TICK = struct.pack("ll", 0, int(TICK_S * 1e6))

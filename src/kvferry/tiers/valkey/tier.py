@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from kvferry.addresses import Address
 from kvferry.errors import BrokenError
 from kvferry.identity.names import PartRef
 from kvferry.identity.stripes import stripe_plan
@@ -33,7 +34,6 @@ from kvferry.tiers.valkey.router import Router
 from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.shard import Shard
 from kvferry.tiers.valkey.tls import Tls
-from kvferry.tiers.valkey.url import Address
 
 _log = logging.getLogger(__name__)
 

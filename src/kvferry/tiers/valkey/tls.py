@@ -6,9 +6,9 @@ There is no setting that lowers this, and nothing falls back to a plain connecti
 import socket
 import ssl
 
+from kvferry.addresses import Address
 from kvferry.certificates import Contexts, Labels, client_context
 from kvferry.errors import MisconfiguredError
-from kvferry.tiers.valkey.url import Address
 from kvferry.values import TlsFiles
 
 # X509_V_ERR_* of OpenSSL, and what to do.

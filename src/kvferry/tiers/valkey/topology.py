@@ -3,6 +3,7 @@
 import re
 from typing import NamedTuple
 
+from kvferry.addresses import Address
 from kvferry.errors import MisconfiguredError
 from kvferry.tiers.valkey.connection import Connection
 from kvferry.tiers.valkey.resp import ProtocolError, Reply, ServerError
@@ -10,7 +11,6 @@ from kvferry.tiers.valkey.settings import ValkeySettings
 from kvferry.tiers.valkey.slots import SLOTS
 from kvferry.tiers.valkey.stream import Until
 from kvferry.tiers.valkey.tls import Tls
-from kvferry.tiers.valkey.url import Address
 
 
 class SlotRange(NamedTuple):

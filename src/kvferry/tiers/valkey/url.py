@@ -11,8 +11,8 @@ import difflib
 import ipaddress
 import urllib.parse
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from kvferry.addresses import Address
 from kvferry.errors import MisconfiguredError
 from kvferry.values import TlsFiles
 
@@ -27,18 +27,6 @@ _CLUSTER_SUFFIX = "+cluster"
 _PARAMETERS = ("ca", "cert", "key")
 _EXAMPLE = "valkey://host:6379"
 _NOT_IN_HOST = " #?/\\[]<>\"'"
-
-
-class Address(NamedTuple):
-    """A server: host and port, or the path of a Unix socket with port 0."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        if not self.port:
-            return self.host
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True)
