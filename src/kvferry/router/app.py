@@ -19,12 +19,14 @@ from kvferry.errors import ClosedError, MisconfiguredError
 from kvferry.router.attending import Attendant
 from kvferry.router.choice import CostGuide
 from kvferry.router.contract import Guide
+from kvferry.router.copies import Copies
 from kvferry.router.feed.followers import Followers
 from kvferry.router.health import Change, State
 from kvferry.router.health import Limits as HealthLimits
 from kvferry.router.http.limits import Limits
 from kvferry.router.http.proxy import Proxy, ProxyStatistics
 from kvferry.router.knowledge import Knowledge
+from kvferry.router.pilots import Pilots
 from kvferry.router.policies import LeastLoad, RoundRobin
 from kvferry.router.reception import Reception
 from kvferry.router.roster import DEFAULT_POOL, Roster
@@ -74,6 +76,8 @@ class Router:
         self.roster = Roster(
             in_flight=self._in_flight, limits=HealthLimits(interval_s=settings.probe_interval_s)
         )
+        self.pilots = Pilots(settings.split, settings.mirror)
+        worker_key = settings.worker_api_key.reveal() if settings.worker_api_key is not None else ""
         self.reception = Reception(
             roster=self.roster,
             trust=_trust(settings),
@@ -82,14 +86,25 @@ class Router:
             apart_bytes=limits.apart_bytes,
             changed=self._changed,
             prefetch=self._prefetch,
+            pilots=self.pilots,
+            worker_key=worker_key,
         )
         self.knowledge = Knowledge()
         self.followers = Followers(self.knowledge, settings.feed_access)
         self._feeds: dict[str, str] = {}  # by worker
         self.proxy = Proxy(self.reception, limits=limits, worker_tls=worker_tls)
         self.attendant = Attendant(
-            self.roster, note=self.reception.note, removed=self._removed, tls=worker_tls, clock=self.proxy.now
+            self.roster,
+            note=self.reception.note,
+            removed=self._removed,
+            tls=worker_tls,
+            headers={"Authorization": f"Bearer {worker_key}"} if worker_key else None,
+            clock=self.proxy.now,
         )
+        self.copies = Copies(self.proxy, self.reception, self.pilots)
+        self.reception.look_again = self.attendant.look_again
+        if self.pilots.mirror is not None:
+            self.reception.copy = self.copies.make
         self._started = self.proxy.now()
         self._server: asyncio.Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -138,6 +153,7 @@ class Router:
     async def stop(self) -> None:
         """Listening ends, requests in flight have a while."""
         await self.attendant.close()
+        self.copies.close()
         if self._server is not None:
             self._server.close()
         await self.proxy.drain()
@@ -191,7 +207,8 @@ class Router:
             self.knowledge.near(url, self._feeds[url])
         log.info("worker %s is %s (was %s)", url, change.after.value, change.before.value)
         if change.after is State.DOWN:
-            self.proxy.worker_down(url)
+            # Soon: the request that showed it is still being placed elsewhere.
+            asyncio.get_running_loop().call_soon(self.proxy.worker_down, url)
         elif change.after in (State.UP, State.TRIAL):
             self.proxy.waiting.wake()
 

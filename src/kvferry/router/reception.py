@@ -3,6 +3,7 @@
 request ──trust──► salt ──reading──► keys, model ──roster──► candidates ──guide──► worker
 """
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvferry.identity.names import DIGEST_BYTES
@@ -10,11 +11,13 @@ from kvferry.router.contract import Asked, Flight, Guide
 from kvferry.router.flight import CostFlight
 from kvferry.router.health import Change, Failure, Health, blames
 from kvferry.router.http.desk import Order, Request
+from kvferry.router.http.head import Fields
 from kvferry.router.http.refusals import TurnedAwayError
-from kvferry.router.models import unknown_model
+from kvferry.router.models import merged, unknown_model
+from kvferry.router.pilots import MeasuredFlight, Pilots
 from kvferry.router.reading import Reader, Reading
 from kvferry.router.roster import DEFAULT_POOL, Roster, Served
-from kvferry.router.trust import StrangerError, Trust
+from kvferry.router.trust import KEY_FIELDS, StrangerError, Trust
 
 # What an engine may compute twice: nobody sees the first time, and nothing is kept of it.
 _REPEATABLE = frozenset(
@@ -43,10 +46,14 @@ class Reception:
         apart_bytes: int,
         changed: Callable[[str, Change], None],
         prefetch: Callable[[str, bytes, Sequence[bytes]], object],
+        pilots: Pilots | None = None,
+        worker_key: str = "",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """seed: of the keys. apart_bytes: bodies from here on are read beside the loop.
 
         changed: what a request led to for its worker's state. prefetch: tells a node what will be wanted.
+        worker_key: the API key that workers get in place of the callers' own; empty: those.
         """
         self.roster = roster
         self.trust = trust
@@ -57,6 +64,11 @@ class Reception:
         self._reader_apart = Reader(seed)  # of the other thread
         self._changed = changed
         self._prefetch = prefetch
+        self._pilots = pilots or Pilots()
+        self._worker_key = f"Bearer {worker_key}".encode() if worker_key else b""
+        self._clock = clock
+        self.copy: Callable[[Order], None] | None = None  # to the mirror's pool
+        self.look_again: Callable[[str], None] | None = None  # for models of a pool
 
     @property
     def guides(self) -> Mapping[str, Guide]:
@@ -72,14 +84,14 @@ class Reception:
 
     def read(self, request: Request) -> Order:
         """See ``Desk``."""
-        path = request.path
+        path, came = request.path, self._clock()
         try:
             caller = self.trust.caller(request.fields)
             body, salt, reading = request.body, "", _NOTHING
             if body and request.method == b"POST" and not _is_media(request):
                 salt, body = self.trust.settled(caller, body)
                 reader = self._reader if len(request.body) < self._apart_bytes else self._reader_apart
-                reading = reader.read(path, body, salt, ignore_own_salt=True)
+                reading = reader.read(path, body, salt, ignore_own_salt=True, with_opening=bool(self._pilots))
         except StrangerError as error:
             raise TurnedAwayError(401, str(error)) from error
         asked = Asked(
@@ -89,27 +101,77 @@ class Reception:
             salt=salt,
             session=reading.session,
             max_tokens=reading.max_tokens,
+            opening=reading.opening,
         )
-        repeatable = request.method in (b"GET", b"HEAD", b"OPTIONS") or path in _REPEATABLE
-        return Order(request, asked, body, request.fields, repeatable, pool=DEFAULT_POOL)
+        return Order(
+            request,
+            asked,
+            body,
+            self._fields(request.fields),
+            request.method in (b"GET", b"HEAD", b"OPTIONS") or path in _REPEATABLE,
+            pool=self._pilots.pool(asked, DEFAULT_POOL) if reading.keys else DEFAULT_POOL,
+            stream=reading.stream,
+            came=came,
+            reply=self._models() if path == "/v1/models" and request.method == b"GET" else None,
+        )
+
+    def _fields(self, fields: Fields) -> Fields:
+        """For a worker."""
+        if not self._worker_key:
+            return fields
+        kept = [field for field in fields if field[0].lower() not in KEY_FIELDS]
+        kept.append((b"Authorization", self._worker_key))
+        return kept
+
+    def _models(self) -> bytes | None:
+        """Of all workers that clients reach; None while nobody has said any."""
+        known = [
+            worker.models
+            for worker in self.roster
+            if worker.models is not None and worker.pool == DEFAULT_POOL and not worker.leaving
+        ]
+        return merged(known) if known else None
 
     def candidates(self, order: Order, tried: Collection[str]) -> Sequence[str]:
         """See ``Desk``."""
-        model = order.asked.model
-        found = self.roster.candidates(order.pool, model, tried=tried)
-        if not found and model and not tried and self.roster.served(order.pool, model) is Served.NO:
-            known = (name.name for worker in self.roster for name in worker.models or ())
+        model, pool = order.asked.model, order.pool
+        found = self.roster.candidates(pool, model, tried=tried)
+        if not found and pool != DEFAULT_POOL:  # a pilot's pool may fail: its requests do not
+            pool = DEFAULT_POOL
+            found = self.roster.candidates(pool, model, tried=tried)
+        if not found and model and not tried and self.roster.served(pool, model) is Served.NO:
+            if self.look_again is not None:
+                self.look_again(pool)
+            known = (
+                name.name for worker in self.roster if worker.pool == pool for name in worker.models or ()
+            )
             raise TurnedAwayError(404, unknown_model(model, known))
         return found
 
     def begin(self, order: Order, *, among: Sequence[str], now: float) -> Flight:
         """See ``Desk``."""
-        flight = self.guide(order.pool).begin(order.asked, among=among, now=now)
+        worker = self.roster.get(among[0])
+        pool = worker.pool if worker is not None else order.pool
+        flight = self.guide(pool).begin(order.asked, among=among, now=now)
         wish = flight.wish if isinstance(flight, CostFlight) else None
         if wish is not None:
             starts = range(0, len(wish.digests), DIGEST_BYTES)
             self._prefetch(wish.node, wish.namespace, [wish.digests[at : at + DIGEST_BYTES] for at in starts])
+        return self._measured(flight, order, pool) if self._pilots and order.asked.keys else flight
+
+    def _measured(self, flight: Flight, order: Order, pool: str) -> Flight:
+        kinds = ["split"] if self._pilots.split is not None else []
+        kinds += ["original"] if self._pilots.mirrored(order.asked) else []
+        for kind in kinds:
+            told = self._pilots.of(kind, pool)
+            told.saw(order.asked)
+            flight = MeasuredFlight(flight, told, came=order.came, stream=order.stream)
         return flight
+
+    def sent(self, order: Order) -> None:
+        """See ``Desk``."""
+        if self.copy is not None and order.repeatable and self._pilots.mirrored(order.asked):
+            self.copy(order)
 
     def answered(self, worker: str, status: int, now: float) -> None:
         """See ``Desk``."""

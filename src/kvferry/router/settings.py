@@ -14,6 +14,7 @@ from kvferry.errors import MisconfiguredError
 from kvferry.feed.access import FeedAccess
 from kvferry.feed.settings import DEFAULT_PORT as FEED_PORT
 from kvferry.router.http.limits import Limits
+from kvferry.router.pilots import Share, parse_share
 from kvferry.router.policies import POLICIES
 from kvferry.secret import Secret, parse_secret
 from kvferry.sources import Setting, gathered, parsed, suggestion
@@ -56,9 +57,10 @@ class RouterSettings:
 
     workers: engines. policy: how one is chosen for a request. feed, feed_*: where nodes tell what they hold,
     and how to get in there. probe_interval_s: between questions to a worker; 0: none. trust: a file of API
-    keys and their groups; trust_secret: what salts are keyed with. listen: where clients find it. tls: its
-    certificate and key, and with ``ca`` the authority of clients' certificates, which they must show.
-    worker_tls: for workers at https URLs.
+    keys and their groups; trust_secret: what salts are keyed with. worker_api_key: sent to workers in place
+    of callers' own. split, mirror: what part of conversations goes, or is copied, to another pool. listen:
+    where clients find it. tls: its certificate and key, and with ``ca`` the authority of clients'
+    certificates, which they must show. worker_tls: for workers at https URLs.
     metrics_*: see a node's.
     """
 
@@ -72,6 +74,9 @@ class RouterSettings:
     probe_interval_s: float = 2.0
     trust: Path | None = None
     trust_secret: Secret | None = None
+    worker_api_key: Secret | None = None
+    split: Share | None = None
+    mirror: Share | None = None
     listen: Address = DEFAULT_LISTEN
     tls_ca: Path | None = None
     tls_cert: Path | None = None
@@ -210,6 +215,14 @@ ROUTER_SETTINGS = (
     Setting("trust", parse_path, "PATH", "file of API keys and their groups", "trust"),
     Setting("trust_secret", parse_secret, "TEXT", "the secret itself", "trust_secret", environment_only=True),
     Setting("trust_secret_file", parse_path, "PATH", "file with the secret of salts", "trust_secret"),
+    Setting(
+        "worker_api_key", parse_secret, "TEXT", "the key itself", "worker_api_key", environment_only=True
+    ),
+    Setting(
+        "worker_api_key_file", parse_path, "PATH", "file with the key that workers get", "worker_api_key"
+    ),
+    Setting("split", parse_share, "SHARE", "of conversations to a pool, like 10%=poolB", "split"),
+    Setting("mirror", parse_share, "SHARE", "copied to a pool, answers discarded", "mirror"),
     Setting("listen", parse_listen, "ADDRESS", f"where clients find it (default {DEFAULT_LISTEN})", "listen"),
     Setting("per_worker", _parse_per_worker, "N", "requests at one at a time (default 1024)", "per_worker"),
     Setting("queue", _parse_waiting, "N", "requests that wait for a place (default 4096)", "waiting"),
@@ -272,4 +285,12 @@ def _check(settings: RouterSettings) -> None:
             raise MisconfiguredError(f"{name}_cert and {name}_key belong together; set both or neither")
     if settings.tls_ca is not None and settings.tls_cert is None:
         raise MisconfiguredError("tls_ca is set, but no tls_cert; who asks for certificates has one")
+    pools = {worker.pool for worker in settings.workers}
+    for name, share in (("split", settings.split), ("mirror", settings.mirror)):
+        if share is not None and share.pool not in pools:
+            raise MisconfiguredError(
+                f"{name} {share}: no worker is in {share.pool}; --worker {share.pool}=URL"
+            )
+    if "" not in pools:
+        raise MisconfiguredError("all workers are in named pools; name one without a pool: --worker URL")
     check_metrics(port=settings.metrics_port, host=settings.metrics_host)

@@ -23,6 +23,7 @@ from kvferry.secret import Secret
 FIELD = "cache_salt"
 MAX_SALT_CHARACTERS = 128  # as vLLM has it
 MAX_KEY_BYTES = 4096
+KEY_FIELDS = frozenset((b"authorization", b"x-api-key", b"api-key"))
 SALT_BYTES = 16
 # Without a secret of its own a router keys with this: salts are then no harder to find out than API keys are.
 PUBLIC_SECRET = Secret("kvferry router: no trust_secret was given")

@@ -13,7 +13,7 @@ from kvferry.addresses import Address
 from kvferry.router.app import Router
 from kvferry.router.http.limits import Limits
 from kvferry.router.http.proxy import ProxyStatistics
-from kvferry.router.settings import Feeds, RouterSettings, WorkerAddress
+from kvferry.router.settings import Feeds, RouterSettings, parse_workers
 from kvferry.testing.worker import MockWorker, WorkerSettings
 
 PATIENCE_S = 30.0
@@ -45,7 +45,7 @@ async def until(reached: Callable[[], object]) -> None:
 async def routing(*workers: str, limits: Limits | None = None, **settings: Any) -> AsyncIterator[Router]:
     """A router that listens on loopback. limits: instead of those that follow from the settings."""
     told = RouterSettings(
-        workers=tuple(WorkerAddress(url) for url in workers),
+        workers=parse_workers(",".join(workers)),
         listen=Address("127.0.0.1", 0),
         metrics_port=0,
         **{"feeds": Feeds(0), "probe_interval_s": 0.0, **settings},

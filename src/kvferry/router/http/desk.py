@@ -35,6 +35,8 @@ class Order:
     """What is to be done. body: for the worker. fields: for the worker.
 
     repeatable: whether it may be sent once more where no byte of an answer came. pool: whose workers.
+    stream: whether its answer comes in pieces. came: when it was read. reply: a JSON document, where the
+    router answers itself.
     """
 
     request: Request
@@ -43,6 +45,9 @@ class Order:
     fields: Fields
     repeatable: bool
     pool: str = ""
+    stream: bool = False
+    came: float = 0.0
+    reply: bytes | None = None
 
 
 class Desk(Protocol):
@@ -58,6 +63,10 @@ class Desk(Protocol):
 
     def begin(self, order: Order, *, among: Sequence[str], now: float) -> Flight:
         """Choose and count it: see ``contract.Guide``."""
+        ...
+
+    def sent(self, order: Order) -> None:
+        """It is on its way for the first time."""
         ...
 
     def answered(self, worker: str, status: int, now: float) -> None:

@@ -15,7 +15,7 @@ from kvferry.router.http.framing import Body
 from kvferry.router.http.guard import Guard
 from kvferry.router.http.head import AnswerHead, RequestHead, answer_bytes, request_bytes
 from kvferry.router.http.link import Attempt
-from kvferry.router.http.refusals import TurnedAwayError, as_chunk, broken_stream, refusal
+from kvferry.router.http.refusals import TurnedAwayError, as_chunk, broken_stream, own_answer, refusal
 from kvferry.router.http.usage import Tail
 from kvferry.router.http.worker import WorkerConnection
 
@@ -103,7 +103,10 @@ class Exchange:
         """It was read."""
         if self.phase is Phase.READING:
             self._order = order
-            self._find()
+            if order.reply is not None:
+                self._reply(order.reply)
+            else:
+                self._find()
 
     def unreadable(self, error: RefusedError) -> None:
         """It is refused: the client's fault."""
@@ -248,6 +251,8 @@ class Exchange:
             length=len(order.body) if with_body else None,
         )
         connection.send(self, method=head.method, head=written, body=order.body)
+        if self._sends == 1:
+            self._proxy.desk.sent(order)
 
     # From the worker.
 
@@ -365,6 +370,13 @@ class Exchange:
         )
         self._proxy.answered_here(status)
         self._end(Ended.FAILED)
+
+    def _reply(self, document: bytes) -> None:
+        """What the router knows itself."""
+        close = self._head.close = self._head.close or self._proxy.draining
+        self._client.write(own_answer(200, document, request_id=self._id, close=close))
+        self._proxy.answered_here(200)
+        self._end(Ended.DONE)
 
     # The end.
 

@@ -14,6 +14,7 @@ class TurnedAwayError(RefusedError):
 
 
 REASONS = {
+    200: "OK",
     400: "Bad Request",
     401: "Unauthorized",
     403: "Forbidden",
@@ -57,7 +58,19 @@ def refusal(
     close: bool = False,
 ) -> bytes:
     """The whole answer."""
-    body = error_document(status, message)
+    document = error_document(status, message)
+    return own_answer(status, document, request_id=request_id, retry_after_s=retry_after_s, close=close)
+
+
+def own_answer(
+    status: int,
+    body: bytes,
+    *,
+    request_id: bytes = b"",
+    retry_after_s: int | None = None,
+    close: bool = False,
+) -> bytes:
+    """A whole answer with this JSON document."""
     lines = [
         f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}",
         "Content-Type: application/json",
