@@ -246,3 +246,16 @@ def test_a_salt_follows_from_the_key_and_the_rest_of_the_body_stays_as_it_was() 
             assert first.endswith(body[1:]) and "cache_salt" in json.loads(first)
 
     run(test)
+
+
+def test_a_request_refused_here_is_counted_as_refused() -> None:
+    """Nothing failed: 4xx is the client's."""
+
+    async def test() -> None:
+        async with mocks(1) as (worker,), routing(worker.url) as router:
+            assert (await ask(router, CHAT, b'{"messages": 3}')).status == 400
+            assert (await ask(router, CHAT, b"no JSON")).status == 400
+            assert dict(router.proxy.statistics().ended) == {"refused": 2}
+            assert not worker.seen
+
+    run(test)

@@ -369,7 +369,7 @@ class Exchange:
             refusal(status, message, request_id=self._id, retry_after_s=retry_after_s, close=close)
         )
         self._proxy.answered_here(status)
-        self._end(Ended.FAILED)
+        self._end(Ended.REFUSED if status < 500 else Ended.FAILED)
 
     def _reply(self, document: bytes) -> None:
         """What the router knows itself."""
