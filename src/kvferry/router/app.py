@@ -17,6 +17,7 @@ from kvferry.addresses import Address
 from kvferry.certificates import Contexts, Labels, client_context, server_context
 from kvferry.errors import ClosedError, MisconfiguredError
 from kvferry.router.attending import Attendant
+from kvferry.router.cache_aware import CacheAware
 from kvferry.router.choice import CostGuide
 from kvferry.router.contract import Guide
 from kvferry.router.copies import Copies
@@ -27,7 +28,7 @@ from kvferry.router.http.limits import Limits
 from kvferry.router.http.proxy import Proxy, ProxyStatistics
 from kvferry.router.knowledge import Knowledge
 from kvferry.router.pilots import Pilots
-from kvferry.router.policies import LeastLoad, RoundRobin
+from kvferry.router.policies import Counting, LeastLoad, RoundRobin, SessionAffinity
 from kvferry.router.reception import Reception
 from kvferry.router.roster import DEFAULT_POOL, Roster
 from kvferry.router.settings import RouterSettings
@@ -38,6 +39,7 @@ TLS_LABELS = Labels("tls_ca ", "tls_cert ", "tls_key ")
 WORKER_TLS_LABELS = Labels("worker_tls_ca ", "worker_tls_cert ", "worker_tls_key ")
 BACKLOG = 1024
 STATISTICS_S = 5.0
+_OTHERS: tuple[type[Counting], ...] = (RoundRobin, LeastLoad, SessionAffinity, CacheAware)
 
 log = logging.getLogger("kvferry.router")
 
@@ -91,6 +93,7 @@ class Router:
         )
         self.knowledge = Knowledge()
         self.followers = Followers(self.knowledge, settings.feed_access)
+        self._tasks: set[asyncio.Task[None]] = set()
         self._feeds: dict[str, str] = {}  # by worker
         self.proxy = Proxy(self.reception, limits=limits, worker_tls=worker_tls)
         self.attendant = Attendant(
@@ -158,6 +161,7 @@ class Router:
             self._server.close()
         await self.proxy.drain()
         await self.followers.close()
+        await asyncio.gather(*self._tasks)
         await self.proxy.close()
 
     def statistics(self) -> RouterStatistics:
@@ -191,7 +195,7 @@ class Router:
         policy = self.settings.policy
         if policy == CostGuide.name:
             return CostGuide(self.knowledge, random=random.Random())
-        return LeastLoad() if policy == LeastLoad.name else RoundRobin()
+        return next(kind() for kind in _OTHERS if kind.name == policy)
 
     def _in_flight(self, url: str) -> int:
         return self.proxy.in_flight(url)
@@ -201,6 +205,11 @@ class Router:
         self.proxy.worker_down(url)
         self.proxy.remove_worker(url)
         self.reception.forget(url)
+        feed = self._feeds.pop(url, None)
+        if feed is not None:
+            task = asyncio.get_running_loop().create_task(self.followers.unfollow(feed))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     def _changed(self, url: str, change: Change) -> None:
         if change.lost and url in self._feeds:

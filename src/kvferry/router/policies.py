@@ -7,7 +7,7 @@ from kvferry.errors import BrokenError
 from kvferry.router.contract import Asked, Flight
 from kvferry.router.load import CountedFlight, Loads
 
-POLICIES = ("cost", "round_robin", "least_load")
+POLICIES = ("cost", "round_robin", "least_load", "session", "cache_aware")
 """By their names in settings, the default first."""
 CHARACTERS_PER_TOKEN = 4.0  # of a prompt nothing else is known of
 
