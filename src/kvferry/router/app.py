@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from kvferry import __version__
 from kvferry.addresses import Address
 from kvferry.certificates import Contexts, Labels, client_context, server_context
-from kvferry.errors import ClosedError, MisconfiguredError
+from kvferry.errors import ClosedError, MisconfiguredError, RefusedError
 from kvferry.router.attending import Attendant
 from kvferry.router.cache_aware import CacheAware
 from kvferry.router.choice import CostGuide
 from kvferry.router.contract import Guide
 from kvferry.router.copies import Copies
+from kvferry.router.discovery import Discovery
 from kvferry.router.feed.followers import Followers
 from kvferry.router.health import Change, State
 from kvferry.router.health import Limits as HealthLimits
@@ -30,6 +31,7 @@ from kvferry.router.knowledge import Knowledge
 from kvferry.router.pilots import Pilots
 from kvferry.router.policies import Counting, LeastLoad, RoundRobin, SessionAffinity
 from kvferry.router.reception import Reception
+from kvferry.router.reload import plan
 from kvferry.router.roster import DEFAULT_POOL, Roster
 from kvferry.router.settings import RouterSettings
 from kvferry.router.trust import PUBLIC_SECRET, Trust
@@ -39,6 +41,7 @@ TLS_LABELS = Labels("tls_ca ", "tls_cert ", "tls_key ")
 WORKER_TLS_LABELS = Labels("worker_tls_ca ", "worker_tls_cert ", "worker_tls_key ")
 BACKLOG = 1024
 STATISTICS_S = 5.0
+DRAIN_S = 600.0  # for requests at a worker that leaves
 _OTHERS: tuple[type[Counting], ...] = (RoundRobin, LeastLoad, SessionAffinity, CacheAware)
 
 log = logging.getLogger("kvferry.router")
@@ -108,6 +111,7 @@ class Router:
         self.reception.look_again = self.attendant.look_again
         if self.pilots.mirror is not None:
             self.reception.copy = self.copies.make
+        self._discovery: Discovery | None = None
         self._started = self.proxy.now()
         self._server: asyncio.Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -139,10 +143,14 @@ class Router:
                 f"cannot listen at {listen}: {error.strerror or error}; choose another --listen"
             ) from error
         self.proxy.start()
+        self._discovery = Discovery(self.settings.names, found=self._found, gone=self._gone)
 
-    def add_worker(self, url: str, *, pool: str = DEFAULT_POOL) -> None:
-        """It gets requests from now on. Raises RefusedError: see ``Roster.add``."""
-        worker = self.roster.add(url, pool=pool, now=self.proxy.now())
+    def add_worker(self, url: str, *, pool: str = DEFAULT_POOL, found_by_name: bool = False) -> None:
+        """It gets requests from now on. found_by_name: it goes when its name leads to it no more.
+
+        Raises RefusedError: see ``Roster.add``.
+        """
+        worker = self.roster.add(url, pool=pool, found_by_name=found_by_name, now=self.proxy.now())
         if self.settings.probe_interval_s:
             self.attendant.attend(worker)
         self.reception.guide(pool).worker_added(url)
@@ -153,8 +161,26 @@ class Router:
         """It gets no more requests; those it has may go on so long. False: there is none."""
         return self.attendant.drain(url, grace_s=grace_s)
 
+    def reload(self, settings: RouterSettings) -> None:
+        """See ``reload.plan``. Raises MisconfiguredError, and changes nothing."""
+        trust = _trust(settings)
+        change = plan(self.settings, settings)
+        self.settings = change.settings
+        self.reception.trust = trust
+        self.pilots.split, self.pilots.mirror = settings.split, settings.mirror
+        self.reception.copy = self.copies.make if settings.mirror is not None else None
+        for url in change.drain:
+            self.drain_worker(url, grace_s=DRAIN_S)
+        for worker in change.add:
+            self._found(worker.url, worker.pool, found_by_name=False)
+        log.info("settings read anew: %d workers added, %d leave", len(change.add), len(change.drain))
+        if change.later:
+            log.warning("other values of %s count after a new start", ", ".join(change.later))
+
     async def stop(self) -> None:
         """Listening ends, requests in flight have a while."""
+        if self._discovery is not None:
+            await self._discovery.close()
         await self.attendant.close()
         self.copies.close()
         if self._server is not None:
@@ -180,6 +206,17 @@ class Router:
         return RouterStatistics(
             os.getpid(), __version__, self.proxy.now() - self._started, self.proxy.statistics()
         )
+
+    def _found(self, url: str, pool: str, *, found_by_name: bool = True) -> None:
+        try:
+            self.add_worker(url, pool=pool, found_by_name=found_by_name)
+        except RefusedError as error:
+            log.warning("%s", error)
+
+    def _gone(self, url: str) -> None:
+        worker = self.roster.get(url)
+        if worker is not None and worker.found_by_name:
+            self.drain_worker(url, grace_s=DRAIN_S)
 
     def _follow(self, url: str) -> None:
         """The feed of the node of this worker's host, where there is one."""
@@ -230,10 +267,9 @@ def run(settings: RouterSettings, *, reload: Callable[[], RouterSettings]) -> in
         raise MisconfiguredError(
             "kvferry router needs uvloop and httptools: pip install 'kvferry[router]'"
         ) from error
-    del reload
     _more_descriptors()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(settings))
+        return runner.run(_serve(settings, reload))
 
 
 def _trust(settings: RouterSettings) -> Trust:
@@ -241,7 +277,7 @@ def _trust(settings: RouterSettings) -> Trust:
     return Trust(secret=secret) if settings.trust is None else Trust(read_rules(settings.trust), secret)
 
 
-async def _serve(settings: RouterSettings) -> int:
+async def _serve(settings: RouterSettings, read: Callable[[], RouterSettings]) -> int:
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -253,6 +289,14 @@ async def _serve(settings: RouterSettings) -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, stop, number)
     router = Router(settings)
+
+    def again() -> None:
+        try:
+            router.reload(read())
+        except MisconfiguredError as error:
+            log.error("the settings stay as they are: %s", error)
+
+    loop.add_signal_handler(signal.SIGHUP, again)
     with contextlib.ExitStack() as stack:
         await router.start()
         _serve_metrics(router, stack)

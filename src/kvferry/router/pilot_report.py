@@ -38,7 +38,7 @@ def document(pilots: Pilots) -> dict[str, Any]:
 
 def text(pilots: Pilots) -> list[str]:
     """The same for people."""
-    if not pilots:
+    if not pilots.active:
         return ["no pilot: start the router with --split 10%=POOL or --mirror 5%=POOL"]
     lines = []
     for name, part in document(pilots).items():

@@ -139,7 +139,9 @@ class Pilots:
         self.mirror = mirror
         self._measured: dict[tuple[str, str], Measured] = {}
 
-    def __bool__(self) -> bool:
+    @property
+    def active(self) -> bool:
+        """Whether there is one."""
         return self.split is not None or self.mirror is not None
 
     def pool(self, asked: Asked, default: str) -> str:

@@ -64,7 +64,7 @@ class Reception:
         self._reader_apart = Reader(seed)  # of the other thread
         self._changed = changed
         self._prefetch = prefetch
-        self._pilots = pilots or Pilots()
+        self._pilots = pilots if pilots is not None else Pilots()
         self._worker_key = f"Bearer {worker_key}".encode() if worker_key else b""
         self._clock = clock
         self.copy: Callable[[Order], None] | None = None  # to the mirror's pool
@@ -91,7 +91,9 @@ class Reception:
             if body and request.method == b"POST" and not _is_media(request):
                 salt, body = self.trust.settled(caller, body)
                 reader = self._reader if len(request.body) < self._apart_bytes else self._reader_apart
-                reading = reader.read(path, body, salt, ignore_own_salt=True, with_opening=bool(self._pilots))
+                reading = reader.read(
+                    path, body, salt, ignore_own_salt=True, with_opening=self._pilots.active
+                )
         except StrangerError as error:
             raise TurnedAwayError(401, str(error)) from error
         asked = Asked(
@@ -157,7 +159,7 @@ class Reception:
         if wish is not None:
             starts = range(0, len(wish.digests), DIGEST_BYTES)
             self._prefetch(wish.node, wish.namespace, [wish.digests[at : at + DIGEST_BYTES] for at in starts])
-        return self._measured(flight, order, pool) if self._pilots and order.asked.keys else flight
+        return self._measured(flight, order, pool) if self._pilots.active and order.asked.keys else flight
 
     def _measured(self, flight: Flight, order: Order, pool: str) -> Flight:
         kinds = ["split"] if self._pilots.split is not None else []

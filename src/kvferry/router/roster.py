@@ -26,14 +26,14 @@ class Served(enum.Enum):
 class Worker:
     """One of them. models: None until it has said them. models_at: when to ask for them again."""
 
-    __slots__ = ("found_by", "health", "models", "models_at", "pool", "url")
+    __slots__ = ("found_by_name", "health", "models", "models_at", "pool", "url")
 
-    def __init__(self, url: str, *, pool: str, health: Health, found_by: str) -> None:
-        """found_by: the name that led to it, which may also lead away; empty: it was named itself."""
+    def __init__(self, url: str, *, pool: str, health: Health, found_by_name: bool) -> None:
+        """found_by_name: a name led to it, which may lead to others later."""
         self.url = url
         self.pool = pool
         self.health = health
-        self.found_by = found_by
+        self.found_by_name = found_by_name
         self.models: tuple[Model, ...] | None = None
         self.models_at = 0.0
 
@@ -73,7 +73,7 @@ class Roster:
         """None: there is none with this URL."""
         return self._workers.get(url)
 
-    def add(self, url: str, *, pool: str = DEFAULT_POOL, found_by: str = "", now: float) -> Worker:
+    def add(self, url: str, *, pool: str = DEFAULT_POOL, found_by_name: bool = False, now: float) -> Worker:
         """A new one, or the one that is there, which stays if it was about to leave.
 
         Raises RefusedError for one that is in another pool, and for one too many.
@@ -82,10 +82,11 @@ class Roster:
         if worker is not None and not worker.leaving:
             if worker.pool != pool:
                 raise RefusedError(f"{url} is in pool {worker.pool or 'default'}: remove it there first")
+            worker.found_by_name = worker.found_by_name and found_by_name
             return worker
         if worker is None and len(self._workers) >= MAX_WORKERS:
             raise RefusedError(f"there are {MAX_WORKERS} workers: start another router for more")
-        worker = Worker(url, pool=pool, health=Health(self._limits, now=now), found_by=found_by)
+        worker = Worker(url, pool=pool, health=Health(self._limits, now=now), found_by_name=found_by_name)
         self._workers[url] = worker
         self.changed()
         return worker

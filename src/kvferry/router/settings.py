@@ -55,16 +55,18 @@ class Feeds:
 class RouterSettings:
     """Everything a router can be told.
 
-    workers: engines. policy: how one is chosen for a request. feed, feed_*: where nodes tell what they hold,
-    and how to get in there. probe_interval_s: between questions to a worker; 0: none. trust: a file of API
-    keys and their groups; trust_secret: what salts are keyed with. worker_api_key: sent to workers in place
-    of callers' own. split, mirror: what part of conversations goes, or is copied, to another pool. listen:
-    where clients find it. tls: its certificate and key, and with ``ca`` the authority of clients'
-    certificates, which they must show. worker_tls: for workers at https URLs.
+    workers: engines. names: the same, each address of the name being one. policy: how one is chosen for a
+    request. feed, feed_*: where nodes tell what they hold, and how to get in there. probe_interval_s: between
+    questions to a worker; 0: none. trust: a file of API keys and their groups; trust_secret: what salts are
+    keyed with. worker_api_key: sent to workers in place of callers' own. split, mirror: what part of
+    conversations goes, or is copied, to another pool. listen: where clients find it. tls: its certificate
+    and key, and with ``ca`` the authority of clients' certificates, which they must show. worker_tls: for
+    workers at https URLs.
     metrics_*: see a node's.
     """
 
-    workers: tuple[WorkerAddress, ...]
+    workers: tuple[WorkerAddress, ...] = ()
+    names: tuple[WorkerAddress, ...] = ()
     policy: str = POLICIES[0]
     feeds: Feeds = field(default_factory=Feeds)
     feed_token: Secret | None = None
@@ -157,6 +159,15 @@ def parse_workers(text: object) -> tuple[WorkerAddress, ...]:
     return tuple(WorkerAddress(url, pool) for url, pool in pools.items())
 
 
+def parse_names(text: object) -> tuple[WorkerAddress, ...]:
+    """``[POOL=]http://name:port``, with commas between. Raises MisconfiguredError."""
+    names = parse_workers(text)
+    for name in names:
+        if name.url.startswith("https:"):
+            raise MisconfiguredError(f"{name}: certificates are for names; give https workers one by one")
+    return names
+
+
 def parse_feeds(text: object) -> Feeds:
     """``none``, a port, or ``WORKER=HOST[:PORT]``, with commas between. Raises MisconfiguredError."""
     port, others = FEED_PORT, {}
@@ -202,6 +213,7 @@ def _parse_per_worker(text: str | int) -> int:
 
 ROUTER_SETTINGS = (
     Setting("worker", parse_workers, "URL", "engines, like http://gpu1:8000", "workers", many=True),
+    Setting("worker_dns", parse_names, "URL", "the same, for each address of a name", "names", many=True),
     Setting("policy", parse_policy, "NAME", f"how one is chosen (default {POLICIES[0]})", "policy"),
     Setting("feed", parse_feeds, "PORT", f"of nodes' feeds (default {FEED_PORT}), none", "feeds", many=True),
     Setting("feed_token", parse_secret, "TEXT", "the token itself", "feed_token", environment_only=True),
@@ -269,7 +281,7 @@ def load_router_settings(
         others=(*OTHER_ENVIRONMENT, "SOCKET"),
     )
     values = parsed(ROUTER_SETTINGS, texts)
-    if "workers" not in values:
+    if "workers" not in values and "names" not in values:
         raise MisconfiguredError("a router needs workers; name one with --worker http://host:8000")
     settings = RouterSettings(**values)
     _check(settings)
@@ -285,7 +297,7 @@ def _check(settings: RouterSettings) -> None:
             raise MisconfiguredError(f"{name}_cert and {name}_key belong together; set both or neither")
     if settings.tls_ca is not None and settings.tls_cert is None:
         raise MisconfiguredError("tls_ca is set, but no tls_cert; who asks for certificates has one")
-    pools = {worker.pool for worker in settings.workers}
+    pools = {worker.pool for worker in (*settings.workers, *settings.names)}
     for name, share in (("split", settings.split), ("mirror", settings.mirror)):
         if share is not None and share.pool not in pools:
             raise MisconfiguredError(

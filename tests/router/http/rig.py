@@ -45,7 +45,7 @@ async def until(reached: Callable[[], object]) -> None:
 async def routing(*workers: str, limits: Limits | None = None, **settings: Any) -> AsyncIterator[Router]:
     """A router that listens on loopback. limits: instead of those that follow from the settings."""
     told = RouterSettings(
-        workers=parse_workers(",".join(workers)),
+        workers=parse_workers(",".join(workers)) if workers else (),
         listen=Address("127.0.0.1", 0),
         metrics_port=0,
         **{"feeds": Feeds(0), "probe_interval_s": 0.0, **settings},
