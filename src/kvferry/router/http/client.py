@@ -244,12 +244,11 @@ class ClientConnection(asyncio.Protocol):
         before = len(self._parts)
         end = body.feed(data, self._parts)
         came = sum(map(len, self._parts[before:]))
+        if not self._proxy.hold(came):
+            raise BadHeadError(503, "too many large requests at once; try again later")
         self._held += came
         if self._held > self._proxy.limits.body_bytes:
             raise BadHeadError(413, f"at most {self._proxy.limits.body_bytes} bytes of a body are taken")
-        if not self._proxy.hold(came):
-            self._held -= came
-            raise BadHeadError(503, "too many large requests at once; try again later")
         if len(self._parts) > MAX_PARTS:
             self._parts = [b"".join(self._parts)]
         if end < 0:
