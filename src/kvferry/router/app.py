@@ -30,6 +30,7 @@ from kvferry.router.http.proxy import Proxy, ProxyStatistics
 from kvferry.router.knowledge import Knowledge
 from kvferry.router.pilots import Pilots
 from kvferry.router.policies import Counting, LeastLoad, RoundRobin, SessionAffinity
+from kvferry.router.prefill import Prefill
 from kvferry.router.reception import Reception
 from kvferry.router.reload import plan
 from kvferry.router.roster import DEFAULT_POOL, Roster
@@ -108,6 +109,7 @@ class Router:
             clock=self.proxy.now,
         )
         self.copies = Copies(self.proxy, self.reception, self.pilots)
+        self.reception.prefill = Prefill(self.proxy, self.reception).before
         self.reception.look_again = self.attendant.look_again
         if self.pilots.mirror is not None:
             self.reception.copy = self.copies.make

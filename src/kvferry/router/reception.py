@@ -11,6 +11,7 @@ from kvferry.router.contract import Asked, Flight, Guide
 from kvferry.router.flight import CostFlight
 from kvferry.router.health import Change, Failure, Health, blames
 from kvferry.router.http.desk import Order, Request
+from kvferry.router.http.errand import Errand
 from kvferry.router.http.head import Fields
 from kvferry.router.http.refusals import TurnedAwayError
 from kvferry.router.models import merged, unknown_model
@@ -68,6 +69,7 @@ class Reception:
         self._worker_key = f"Bearer {worker_key}".encode() if worker_key else b""
         self._clock = clock
         self.copy: Callable[[Order], None] | None = None  # to the mirror's pool
+        self.prefill: Callable[[Order, Callable[[Order], None]], Errand | None] | None = None
         self.look_again: Callable[[str], None] | None = None  # for models of a pool
 
     @property
@@ -133,6 +135,10 @@ class Reception:
             if worker.models is not None and worker.pool == DEFAULT_POOL and not worker.leaving
         ]
         return merged(known) if known else None
+
+    def before(self, order: Order, then: Callable[[Order], None]) -> Errand | None:
+        """See ``Desk``."""
+        return self.prefill(order, then) if self.prefill is not None else None
 
     def candidates(self, order: Order, tried: Collection[str]) -> Sequence[str]:
         """See ``Desk``."""

@@ -1,12 +1,15 @@
 """What the proxy asks of the rest of the router, about each request. ``app`` answers."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvferry.router.contract import Asked, Flight
 from kvferry.router.health import Failure
 from kvferry.router.http.head import Fields
+
+if TYPE_CHECKING:
+    from kvferry.router.http.errand import Errand
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,10 @@ class Desk(Protocol):
 
     def read(self, request: Request) -> Order:
         """On any thread: large ones are read beside the loop. Raises RefusedError: the client's fault."""
+        ...
+
+    def before(self, order: Order, then: Callable[[Order], None]) -> "Errand | None":
+        """What is to go on before it, if anything: ``then`` gets the order to go on with."""
         ...
 
     def candidates(self, order: Order, tried: Collection[str]) -> Sequence[str]:

@@ -11,6 +11,7 @@ from kvferry.errors import RefusedError
 from kvferry.router.contract import Ended, Usage
 from kvferry.router.health import Failure
 from kvferry.router.http.desk import Order, Request
+from kvferry.router.http.errand import Errand
 from kvferry.router.http.framing import Body
 from kvferry.router.http.guard import Guard
 from kvferry.router.http.head import AnswerHead, RequestHead, answer_bytes, request_bytes
@@ -45,6 +46,7 @@ class Exchange:
     __slots__ = (
         "_answer",
         "_attempt",
+        "_before",
         "_client",
         "_connection",
         "_followed",
@@ -74,6 +76,7 @@ class Exchange:
         self._head = head
         self._request = request
         self._order: Order | None = None
+        self._before: Errand | None = None
         self._guard: Guard | None = None
         self._connection: WorkerConnection | None = None
         self._attempt: Attempt | None = None
@@ -105,8 +108,17 @@ class Exchange:
             self._order = order
             if order.reply is not None:
                 self._reply(order.reply)
-            else:
+                return
+            self._before = self._proxy.desk.before(order, self._prepared)
+            if self._before is None:
                 self._find()
+
+    def _prepared(self, order: Order) -> None:
+        """What was to go on before it has ended, one way or the other."""
+        self._before = None
+        if self.phase is Phase.READING:
+            self._order = order
+            self._find()
 
     def unreadable(self, error: RefusedError) -> None:
         """It is refused: the client's fault."""
@@ -395,6 +407,9 @@ class Exchange:
 
     def _end(self, how: Ended, usage: Usage | None = None) -> None:
         self.phase = Phase.OVER
+        before, self._before = self._before, None
+        if before is not None:
+            before.cut()
         self._drop_connection()
         self._release(how, usage)
         self._proxy.over(self, how)
