@@ -9,7 +9,7 @@ import random
 import resource
 import secrets
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
 from kvferry import __version__
@@ -22,9 +22,11 @@ from kvferry.router.choice import CostGuide
 from kvferry.router.contract import Guide
 from kvferry.router.copies import Copies
 from kvferry.router.discovery import Discovery
+from kvferry.router.feed.engines import EngineEvents
 from kvferry.router.feed.followers import Followers
 from kvferry.router.health import Change, State
 from kvferry.router.health import Limits as HealthLimits
+from kvferry.router.http.desk import Order
 from kvferry.router.http.limits import Limits
 from kvferry.router.http.proxy import Proxy, ProxyStatistics
 from kvferry.router.knowledge import Knowledge
@@ -97,6 +99,8 @@ class Router:
         )
         self.knowledge = Knowledge()
         self.followers = Followers(self.knowledge, settings.feed_access)
+        shown = {"Authorization": f"Bearer {worker_key}"} if worker_key else None
+        self.engine_events = EngineEvents(self.knowledge, settings.kv_events, tls=worker_tls, headers=shown)
         self._tasks: set[asyncio.Task[None]] = set()
         self._feeds: dict[str, str] = {}  # by worker
         self.proxy = Proxy(self.reception, limits=limits, worker_tls=worker_tls)
@@ -105,7 +109,7 @@ class Router:
             note=self.reception.note,
             removed=self._removed,
             tls=worker_tls,
-            headers={"Authorization": f"Bearer {worker_key}"} if worker_key else None,
+            headers=shown,
             clock=self.proxy.now,
         )
         self.copies = Copies(self.proxy, self.reception, self.pilots)
@@ -189,6 +193,7 @@ class Router:
             self._server.close()
         await self.proxy.drain()
         await self.followers.close()
+        await self.engine_events.close()
         await asyncio.gather(*self._tasks)
         await self.proxy.close()
 
@@ -221,11 +226,21 @@ class Router:
             self.drain_worker(url, grace_s=DRAIN_S)
 
     def _follow(self, url: str) -> None:
-        """The feed of the node of this worker's host, where there is one."""
+        """Its own KV events where it publishes them, else the feed of its host's node, where there is one."""
+        if self.settings.policy != CostGuide.name:
+            return
+        events = self.engine_events.follow(url)
+        if events is not None:
+            self.knowledge.near(url, events)
+            self.reception.given = self._given
+            return
         address = self.settings.feeds.of(url)
-        if address is not None and self.settings.policy == CostGuide.name and url not in self._feeds:
+        if address is not None and url not in self._feeds:
             self._feeds[url] = self.followers.follow(address)
             self.knowledge.near(url, self._feeds[url])
+
+    def _given(self, url: str, order: Order) -> None:
+        self.engine_events.sent(url, order.asked, order.request.path, order.body)
 
     def _prefetch(self, node: str, namespace: bytes, chunks: Sequence[bytes]) -> None:
         self.followers.prefetch(node, namespace, chunks)
@@ -246,9 +261,13 @@ class Router:
         self.reception.forget(url)
         feed = self._feeds.pop(url, None)
         if feed is not None:
-            task = asyncio.get_running_loop().create_task(self.followers.unfollow(feed))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._soon(self.followers.unfollow(feed))
+        self._soon(self.engine_events.unfollow(url))
+
+    def _soon(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _changed(self, url: str, change: Change) -> None:
         if change.lost and url in self._feeds:

@@ -56,15 +56,16 @@ async def get(
     headers: Mapping[str, str] | None = None,
     tls: Tls | None = None,
     limit: int = MAX_ANSWER_BYTES,
+    body: bytes = b"",
 ) -> Answer:
-    """Ask a worker. url: of the worker, without a path.
+    """Ask a worker. url: of the worker, without a path. body: JSON, which is posted.
 
     Raises NobodyThereError where nobody listens, RetryError for no answer in time or half of one, and
     CorruptError for what is no answer.
     """
     try:
         async with asyncio.timeout(timeout_s):
-            return await _get(url, path, headers or {}, tls, limit)
+            return await _get(url, path, headers or {}, tls, limit, body)
     except TimeoutError as error:
         raise RetryError(f"{url}{path} was not answered within {timeout_s:g} s") from error
     except (ssl.SSLError, UnicodeError) as error:
@@ -75,7 +76,9 @@ async def get(
         raise RetryError(f"{url}{path}: {error.strerror or error}") from error
 
 
-async def _get(url: str, path: str, headers: Mapping[str, str], tls: Tls | None, limit: int) -> Answer:
+async def _get(
+    url: str, path: str, headers: Mapping[str, str], tls: Tls | None, limit: int, body: bytes
+) -> Answer:
     parts = urlsplit(url)
     secure = parts.scheme == "https"
     host = parts.hostname or ""
@@ -85,9 +88,12 @@ async def _get(url: str, path: str, headers: Mapping[str, str], tls: Tls | None,
         ssl=(tls() if tls is not None else ssl.create_default_context()) if secure else None,
     )
     try:
-        lines = [f"GET {path} HTTP/1.1", f"Host: {parts.netloc}", "Connection: close"]
+        verb = "POST" if body else "GET"
+        lines = [f"{verb} {path} HTTP/1.1", f"Host: {parts.netloc}", "Connection: close"]
+        if body:
+            lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
         lines += [f"{name}: {value}" for name, value in headers.items()]
-        writer.write(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1"))
+        writer.write(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + body)
         found = _Parts(limit)
         parser = httptools.HttpResponseParser(found)
         while not found.whole:

@@ -70,6 +70,7 @@ class Reception:
         self._clock = clock
         self.copy: Callable[[Order], None] | None = None  # to the mirror's pool
         self.prefill: Callable[[Order, Callable[[Order], None]], Errand | None] | None = None
+        self.given: Callable[[str, Order], None] | None = None  # a request was given to a worker
         self.look_again: Callable[[str], None] | None = None  # for models of a pool
 
     @property
@@ -161,6 +162,8 @@ class Reception:
         worker = self.roster.get(among[0])
         pool = worker.pool if worker is not None else order.pool
         flight = self.guide(pool).begin(order.asked, among=among, now=now)
+        if self.given is not None:
+            self.given(flight.worker, order)
         wish = flight.wish if isinstance(flight, CostFlight) else None
         if wish is not None:
             starts = range(0, len(wish.digests), DIGEST_BYTES)

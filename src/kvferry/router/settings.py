@@ -13,6 +13,7 @@ from kvferry.config import DEFAULT_METRICS_HOST, OTHER_ENVIRONMENT, check_metric
 from kvferry.errors import MisconfiguredError
 from kvferry.feed.access import FeedAccess
 from kvferry.feed.settings import DEFAULT_PORT as FEED_PORT
+from kvferry.router.feed.endpoints import KvEvents, parse_kv_events
 from kvferry.router.http.limits import Limits
 from kvferry.router.pilots import Share, parse_share
 from kvferry.router.policies import POLICIES
@@ -56,8 +57,8 @@ class RouterSettings:
     """Everything a router can be told.
 
     workers: engines. names: the same, each address of the name being one. policy: how one is chosen for a
-    request. feed, feed_*: where nodes tell what they hold, and how to get in there. probe_interval_s: between
-    questions to a worker; 0: none. trust: a file of API keys and their groups; trust_secret: what salts are
+    request. feed, feed_*: where nodes tell what they hold, and how to get in there. kv_events: where plain
+    engines tell it themselves. probe_interval_s: between questions to a worker; 0: none. trust: a file of API keys and their groups; trust_secret: what salts are
     keyed with. worker_api_key: sent to workers in place of callers' own. split, mirror: what part of
     conversations goes, or is copied, to another pool. listen: where clients find it. tls: its certificate
     and key, and with ``ca`` the authority of clients' certificates, which they must show. worker_tls: for
@@ -69,6 +70,7 @@ class RouterSettings:
     names: tuple[WorkerAddress, ...] = ()
     policy: str = POLICIES[0]
     feeds: Feeds = field(default_factory=Feeds)
+    kv_events: KvEvents = field(default_factory=KvEvents)
     feed_token: Secret | None = None
     feed_tls_ca: Path | None = None
     feed_tls_cert: Path | None = None
@@ -216,6 +218,9 @@ ROUTER_SETTINGS = (
     Setting("worker_dns", parse_names, "URL", "the same, for each address of a name", "names", many=True),
     Setting("policy", parse_policy, "NAME", f"how one is chosen (default {POLICIES[0]})", "policy"),
     Setting("feed", parse_feeds, "PORT", f"of nodes' feeds (default {FEED_PORT}), none", "feeds", many=True),
+    Setting(
+        "kv_events", parse_kv_events, "PORT", "of vLLM's own KV events, where it publishes them", "kv_events"
+    ),
     Setting("feed_token", parse_secret, "TEXT", "the token itself", "feed_token", environment_only=True),
     Setting("feed_token_file", parse_path, "PATH", "file with the feeds' token", "feed_token"),
     Setting("feed_tls_ca", parse_path, "PATH", "authority of the feeds' certificates", "feed_tls_ca"),

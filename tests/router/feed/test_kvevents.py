@@ -385,11 +385,10 @@ def test_tokens_are_asked_for_once_and_with_all_that_decides_on_them(loop: Loop,
 
 
 def test_questions_that_wait_are_bounded_and_failures_are_counted(loop: Loop, stack: ExitStack) -> None:
-    let_go = threading.Event()
+    let_go = asyncio.Event()
 
     async def post(body: bytes) -> bytes:
-        while not let_go.is_set():
-            await asyncio.sleep(0.01)
+        await let_go.wait()
         raise RetryError("no answer")
 
     made, told = asker(loop, stack, post)
@@ -398,6 +397,6 @@ def test_questions_that_wait_are_bounded_and_failures_are_counted(loop: Loop, st
             made.sent, b"%d" % number, "r", "/v1/completions", b'{"prompt": "x"}', ""
         )
     eventually(lambda: made.left_out >= 49, "left out")
-    let_go.set()
+    loop.loop.call_soon_threadsafe(let_go.set)
     eventually(lambda: made.failed >= MAX_WAITING, "counted")
     assert told == []
