@@ -58,11 +58,11 @@ class RouterSettings:
 
     workers: engines. names: the same, each address of the name being one. policy: how one is chosen for a
     request. feed, feed_*: where nodes tell what they hold, and how to get in there. kv_events: where plain
-    engines tell it themselves. probe_interval_s: between questions to a worker; 0: none. trust: a
-    file of API keys and their groups; trust_secret: what salts are keyed with. worker_api_key: sent to workers in place of callers' own. split, mirror: what part of
-    conversations goes, or is copied, to another pool. listen: where clients find it. tls: its certificate
-    and key, and with ``ca`` the authority of clients' certificates, which they must show. worker_tls: for
-    workers at https URLs.
+    engines tell it themselves. probe_interval_s: between questions to a worker; 0: none. trust: a file of
+    API keys and their groups; trust_secret: what salts are keyed with. worker_api_key: sent to workers in
+    place of callers' own. split, mirror: what part of conversations goes, or is copied, to another pool.
+    listen: where clients find it. tls: its certificate and key, and with ``ca`` the authority of clients'
+    certificates, which they must show. worker_tls: for workers at https URLs.
     metrics_*: see a node's.
     """
 
