@@ -76,7 +76,7 @@ def test_a_worker_leaves_when_its_last_request_has_ended() -> None:
                 asyncio.create_task(ask(router, CHAT, prompt(f"{n}", stream=True, max_tokens=30)))
                 for n in range(4)
             ]
-            await until(lambda: at_workers(router) == 4)
+            await until(lambda: len(one.seen) + len(other.seen) == 4)
             assert router.drain_worker(one.url, grace_s=60.0)
             assert not router.drain_worker("http://nobody:1", grace_s=60.0)
             before = sum(seen.path == CHAT for seen in one.seen)
