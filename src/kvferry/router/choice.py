@@ -22,7 +22,7 @@ STAY_S = 0.002  # what leaving the prefix's worker must gain at least,
 STAY_SHARE = 0.05  # and as a share of the cost there
 TIE_S = 0.0005  # costs this close, or
 TIE_SHARE = 0.02  # this close, are equal
-WORK_SHARE = 1.0  # of the work, in a pool all of which is busy
+WORK_SHARE = 0.5  # of the work, in a pool all of which is busy
 
 Candidate = tuple[Known, Cost, Depths | None]
 
@@ -125,6 +125,7 @@ class CostGuide:
     ) -> tuple[Cost, Depths | None]:
         knowledge = self.knowledge
         held, depths = knowledge.held(known.worker, sight)
+        prefill = self.pool.prefill(known)
         factor = known.pace.factor(now)
         streams = self.pool.loads.of(known.url).decoding
         space = depths.space if depths is not None else None
@@ -133,7 +134,7 @@ class CostGuide:
             held,
             bytes_per_token=space.chunk_bytes / space.chunk_tokens if space is not None else 0.0,
             tiers=knowledge.tiers(known.worker),
-            prefill=knowledge.prefill(known.worker) or self.pool.prefills.model,
+            prefill=prefill,
             factor=factor,
             wait_s=known.pace.wait_s(now, factor),
             decode_s=decode_s(slope_s, streams=streams, max_tokens=asked.max_tokens) if streams else 0.0,

@@ -5,14 +5,16 @@ sent ──► waiting ──first_byte──► decoding ──end──► ove
            └──────────── end ────────────────┘ (never computed: nothing is there of it)
 """
 
+import math
 from dataclasses import dataclass
 
+from kvferry.costs import PrefillModel
 from kvferry.router.contract import Asked, Ended, Usage
 from kvferry.router.explain import Record
 from kvferry.router.knowledge import Knowledge
 from kvferry.router.knowledge.knowledge import Worker
 from kvferry.router.load import CountedFlight, Loads
-from kvferry.router.pace import Decodes, Pace, Prefills
+from kvferry.router.pace import Decodes, Pace, Prefills, Typical
 
 TELLING_TOKENS = 8  # of an answer, for its tokens to say how fast decode is
 
@@ -24,6 +26,7 @@ class Known:
     url: str
     worker: Worker
     pace: Pace
+    told: bool = False  # its engine says how fast it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,8 @@ class Pool:
         self.loads = Loads()
         self.prefills = Prefills()
         self.decodes = Decodes()
+        self.typical = Typical()  # of workers whose engines do not say how fast they are,
+        self.typical_told = Typical()  # and of those whose do
         self.workers: dict[str, Known] = {}
         self.busy = 0
 
@@ -50,7 +55,7 @@ class Pool:
         """Made when there is none."""
         known = self.workers.get(url)
         if known is None:
-            known = self.workers[url] = Known(url, self.knowledge.worker(url), Pace())
+            known = self.workers[url] = Known(url, self.knowledge.worker(url), Pace(self.typical))
         return known
 
     def lose(self, url: str) -> bool:
@@ -80,14 +85,18 @@ class Pool:
         before = prefills.model.seconds(tokens)
         if prefills.observe(new_tokens, context_tokens, seconds, now):
             ratio = prefills.model.seconds(tokens) / before
+            self.typical.log -= math.log(ratio)
             for other in self.workers.values():
-                if self.knowledge.prefill(other.worker) is None:
+                if not other.told:
                     other.pace.rescale(ratio)
 
-    def predicted_s(self, known: Known, new_tokens: int, context_tokens: int) -> float:
-        """A prefill there, without the worker's factor."""
-        prefill = self.knowledge.prefill(known.worker) or self.prefills.model
-        return prefill.seconds(new_tokens, context_tokens)
+    def prefill(self, known: Known) -> PrefillModel:
+        """What predicts its prefills, but for the worker's factor."""
+        told = self.knowledge.prefill(known.worker)
+        if (told is not None) is not known.told:
+            known.told = told is not None
+            known.pace.begin_anew(self.typical_told if known.told else self.typical)
+        return told or self.prefills.model
 
     def _is_current(self, known: Known) -> bool:
         return self.workers.get(known.url) is known
@@ -196,8 +205,10 @@ class CostFlight(CountedFlight):
             pool.observe(self._known, new_tokens, cached, seconds - loading_s, now)
         if usage.cached_tokens is None:
             return
+        if price.cached_tokens == price.engine_tokens:
+            knowledge.hit_seen(price.engine_tokens, usage.cached_tokens)
         if self._told is not None and usage.cached_tokens < price.cached_tokens // 2:
-            actual = pool.predicted_s(self._known, new_tokens, cached)
+            actual = pool.prefill(self._known).seconds(new_tokens, cached)
             self._known.pace.corrected(self._told, seconds - loading_s, self._predicted_s(actual))
         if knowledge.seen.answered(
             self._mark,

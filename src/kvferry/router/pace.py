@@ -2,8 +2,9 @@
 
 The model of prefill is the engine's own (``wire.Speed``), else one for all workers of a pool, fitted to the
 times to first token seen; until then an assumption. Each worker has a factor on top, learned from what it
-took against what was predicted: a throttled host, other traffic, an assumption that was off. It fades without
-observations, so that a worker once slow is tried again.
+took against what was predicted: a throttled host, other traffic, an assumption that was off. Without
+observations it fades to what is typical of the pool, so that a worker once slow is tried again, and one that
+is new looks no better than those that are known.
 """
 
 import math
@@ -12,7 +13,7 @@ from collections.abc import Hashable
 from kvferry.costs import PrefillFit, PrefillModel
 
 ASSUMED_PREFILL = PrefillModel(0.005, 1e-4, 0.0)
-FADE_S = 120.0  # in which a factor loses half of its logarithm
+FADE_S = 45.0  # in which a factor loses half of its logarithm
 FIRST_WEIGHT = 0.5  # of the first observations; later ones count less, down to LEAST_WEIGHT
 LEAST_WEIGHT = 0.2
 MAX_SURPRISE = math.log(4.0)  # one observation moves no further
@@ -22,6 +23,8 @@ SLACK_S = 0.003  # below it, a time says nothing
 FIT_AFTER = 8  # samples, for the first fit; half as many again for each following one
 FIT_EVERY_S = 10.0
 MAX_SAMPLES_BETWEEN = 512
+
+TYPICAL_STEP = 0.05  # of a logarithm, for each observation: about their median
 
 SLOPE_MEMORY = 0.98
 ASSUMED_SLOPE_S = 2e-4
@@ -79,12 +82,27 @@ class Decodes:
         return max((self._xy / self._w - mean_x * mean_y) / spread, 0.0)
 
 
+class Typical:
+    """The factor of a worker nothing is known of."""
+
+    def __init__(self) -> None:
+        self.log = 0.0
+        self._seen = 0
+
+    def observe(self, sample: float) -> None:
+        """Of some worker. The first ones move it farther."""
+        self._seen += 1
+        step = max(TYPICAL_STEP, MAX_SURPRISE / self._seen)
+        self.log += min(max(sample - self.log, -step), step)
+
+
 class Pace:
     """One worker's. Work is predicted without the factor, which is applied when it is asked for."""
 
-    __slots__ = ("_at", "_log", "_seen", "_since", "_total", "_waiting")
+    __slots__ = ("_at", "_log", "_seen", "_since", "_total", "_typical", "_waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, typical: Typical) -> None:
+        self._typical = typical
         self._log = 0.0
         self._at = -math.inf
         self._seen = 0
@@ -94,10 +112,18 @@ class Pace:
 
     def factor(self, now: float) -> float:
         """What predictions are to be multiplied with."""
-        return math.exp(self._faded(now)) if self._log else 1.0
+        return math.exp(self._faded(now))
 
     def _faded(self, now: float) -> float:
-        return self._log * math.pow(0.5, max(now - self._at, 0.0) / FADE_S)
+        typical = self._typical.log
+        if not self._seen:
+            return typical
+        return typical + (self._log - typical) * math.pow(0.5, max(now - self._at, 0.0) / FADE_S)
+
+    def begin_anew(self, typical: Typical) -> None:
+        """Predictions are another model's from now on."""
+        self._typical = typical
+        self._log, self._seen = 0.0, 0
 
     def rescale(self, ratio: float) -> None:
         """Predictions are ``ratio`` times what they were: the factor makes up for it."""
@@ -108,6 +134,7 @@ class Pace:
         """A prefill took so long; predicted: without the factor. Returns what ``corrected`` wants."""
         sample = math.log((max(seconds, 0.0) + SLACK_S) / (predicted_s + SLACK_S))
         before = self._faded(now)
+        self._typical.observe(sample)
         sample = min(max(sample, before - MAX_SURPRISE), before + MAX_SURPRISE)
         weight = max(FIRST_WEIGHT / (1 + self._seen), LEAST_WEIGHT) * predicted_s / (predicted_s + SLACK_S)
         self._seen += 1

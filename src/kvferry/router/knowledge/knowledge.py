@@ -28,6 +28,9 @@ from kvferry.router.knowledge.told import Emptied, Followed, Prompted, Sized, To
 ASSUMED_TOKENS_PER_LENGTH = 0.25
 RATIO_MEMORY = 0.9
 MAX_MODELS = 256
+ASSUMED_SHORTFALL = 8.0  # tokens of a hit that an engine computes anew: it keeps whole blocks only
+MOST_SHORTFALL = 512.0
+SHORTFALL_STEP = 0.1
 
 _NOTHING = Held(0, 0, 0)
 
@@ -73,6 +76,7 @@ class Knowledge:
         self._hosts: dict[str, dict[int, Worker]] = {}  # by node, by number
         self._spaces: dict[str, set[int]] = {}  # by model: namespaces that have chunks of it
         self._ratios: dict[str, float] = {}
+        self._shortfall = ASSUMED_SHORTFALL
 
     # Workers
 
@@ -99,6 +103,7 @@ class Knowledge:
         worker = self.worker(url)
         if worker.engine is None:
             self._move(worker, node)
+            self._guess(node)
 
     def emptied(self, worker: Worker) -> None:
         """Its own cache turned out to be empty."""
@@ -122,7 +127,7 @@ class Knowledge:
 
     def held(self, worker: Worker, sight: Sight) -> tuple[Held, Depths | None]:
         """How many tokens of the prompt it has or can get, and the chunks that this is about."""
-        seen = sight.seen_tokens(worker.number)
+        seen = max(sight.seen_tokens(worker.number) - int(self._shortfall), 0)
         depths, held = None, _NOTHING
         if worker.node is not None and sight.depths:
             engine = self.told.engine(worker.node, worker.engine)
@@ -179,7 +184,8 @@ class Knowledge:
                     if followed.gone:
                         self._part(worker)
             case Sized():
-                if worker is not None:
+                self._guess(followed.node)
+                if worker is not None and followed.cache_tokens:
                     self.seen.told(worker.number, followed.cache_tokens)
             case Prompted():
                 self._prompted(followed)
@@ -203,6 +209,14 @@ class Knowledge:
             chunk_tokens=prompted.space.chunk_tokens,
         )
         self._length(sent.model, sent.keys, event.prompt_tokens)
+
+    def _guess(self, node: str) -> None:
+        """The only worker of a host is its only engine, until a request shows otherwise."""
+        workers, known = self._hosts.get(node, {}), self.told.nodes.get(node)
+        if known is not None and len(workers) == 1 == len(known.engines):
+            [worker], [engine] = workers.values(), known.engines
+            if worker.engine is None:
+                self._pair(worker, node, engine)
 
     def _pair(self, worker: Worker, node: str, engine: int) -> None:
         before = self._paired.get((node, engine))
@@ -246,6 +260,13 @@ class Knowledge:
         """An answer said how long the prompt was."""
         self._length(asked.model, asked.keys, prompt_tokens)
 
+    def hit_seen(self, expected_tokens: int, cached_tokens: int) -> None:
+        """An answer said how much of an expected hit there was."""
+        missed = expected_tokens - cached_tokens
+        if expected_tokens and abs(missed) < MOST_SHORTFALL and cached_tokens >= expected_tokens / 2:
+            self._shortfall += SHORTFALL_STEP * missed
+            self._shortfall = min(max(self._shortfall, 0.0), MOST_SHORTFALL)
+
     def _length(self, model: str, keys: Sequence[Key], prompt_tokens: int) -> None:
         if not keys or prompt_tokens <= 0:
             return
@@ -280,7 +301,7 @@ class Knowledge:
         tokens = [
             int(length * before if length <= known_length else past + length * ratio) for _, length in keys
         ]
-        return Sight(max(tokens[-1], 1), tokens, depths, self.seen.holds(keys, workers))
+        return Sight(max(tokens[-1], 1), tokens, depths, self.seen.holds(keys, tokens, workers))
 
     def holding(self, sight: Sight, *, most: int, turn: int) -> list[int]:
         """Numbers of workers that have the longest parts of the prompt. turn: which of very many."""

@@ -1,8 +1,8 @@
 """What each worker's own cache should hold, from what this router sent it. Pure.
 
-An engine keeps what was used last: a prefix is there as long as fewer tokens than its cache holds were
-computed after the prefix's last use. So each worker has an odometer of tokens computed, and a prefix the
-reading of its last use. How much a cache holds is told, or learned from answers that say how much was cached.
+An engine keeps what was used last, heads longer than tails: a prefix is there as long as it and all that was
+computed since its last use go into the cache. So each worker has an odometer of tokens computed, and a prefix
+the reading of its last use. How much a cache holds is told, or learned from answers that say what was cached.
 
 A prefix counts from when its request is sent: what comes after it waits for it in the worker's queue.
 """
@@ -32,9 +32,9 @@ class Cache:
     misses: int = 0
     told: bool = False
 
-    def holds(self, stamp: float) -> bool:
-        """Whether a prefix last used then should be there still."""
-        return stamp > self.before and self.used - stamp < self.capacity
+    def holds(self, stamp: float, tokens: int) -> bool:
+        """Whether a prefix of so many tokens that was last used then should be there still."""
+        return stamp > self.before and self.used - stamp + tokens <= self.capacity
 
 
 @dataclass(slots=True, eq=False)
@@ -79,8 +79,8 @@ class Seen:
             cache = self._caches[worker] = Cache()
         return cache
 
-    def holds(self, keys: Sequence[Key], workers: int) -> list[Sighting]:
-        """Which of these workers (a mask) should hold how much; the longest first."""
+    def holds(self, keys: Sequence[Key], tokens: Sequence[int], workers: int) -> list[Sighting]:
+        """Which of these workers (a mask) should hold how much; the longest first. tokens: of each prefix."""
         found: list[Sighting] = []
         names = self._names
         place = len(keys)
@@ -92,12 +92,12 @@ class Seen:
             if type(held) is tuple:
                 worker, stamp = held
                 mask = 1 << worker
-                if not workers & mask or not self.cache(worker).holds(stamp):
+                if not workers & mask or not self.cache(worker).holds(stamp, tokens[place]):
                     continue
             else:
                 mask = held.mask & workers  # type: ignore[union-attr]
                 if mask > 0 and mask.bit_count() <= FEW:
-                    mask = self._alive(held, mask)  # type: ignore[arg-type]
+                    mask = self._alive(held, mask, tokens[place])  # type: ignore[arg-type]
             if mask:
                 found.append(Sighting(place, mask))
                 workers &= ~mask
@@ -105,9 +105,9 @@ class Seen:
                     break
         return found
 
-    def _alive(self, held: Several, mask: int) -> int:
+    def _alive(self, held: Several, mask: int, tokens: int) -> int:
         for worker in numbers(mask):
-            if not self.cache(worker).holds(held.stamps[worker]):
+            if not self.cache(worker).holds(held.stamps[worker], tokens):
                 mask &= ~(1 << worker)
         return mask
 

@@ -49,7 +49,7 @@ class Emptied:
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """How many tokens an engine's own cache holds."""
+    """An engine is there. cache_tokens: how many its own cache holds; 0: it does not say."""
 
     node: str
     engine: int
@@ -178,7 +178,7 @@ class Told:
             self._engines += 1
         engine.space = node.spaces.get(event.space, engine.space)
         engine.cache_tokens = event.cache_tokens or engine.cache_tokens
-        return Sized(node.name, event.engine, event.cache_tokens) if event.cache_tokens else None
+        return Sized(node.name, event.engine, engine.cache_tokens)
 
     def _down(self, node: Node, number: int) -> Emptied | None:
         engine = node.engines.pop(number, None)
