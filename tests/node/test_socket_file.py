@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from kvferry import socketfile
 from kvferry.errors import MisconfiguredError
-from kvferry.node import socketfile
 
 
 @pytest.fixture

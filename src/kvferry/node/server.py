@@ -9,11 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from kvferry import __version__
+from kvferry import __version__, socketfile
 from kvferry.errors import KvferryError, RefusedError
 from kvferry.frames import FrameBuffer
 from kvferry.loop import Loop, Timer
-from kvferry.node import socketfile
 from kvferry.node.framing import decode_from_client, encode, hello_mismatch
 from kvferry.node.peers import Access, Peer, peer_of
 from kvferry.node.wire import MAX_FRAME_BYTES, MAX_HELLO_BYTES, FromClient, Hello, Message, Refusal, Welcome

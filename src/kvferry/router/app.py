@@ -9,6 +9,8 @@ import random
 import resource
 import secrets
 import signal
+import socket
+import ssl
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +18,7 @@ from kvferry import __version__
 from kvferry.addresses import Address
 from kvferry.certificates import Contexts, Labels, client_context, server_context
 from kvferry.errors import ClosedError, MisconfiguredError, RefusedError
+from kvferry.router.admin import Admin
 from kvferry.router.attending import Attendant
 from kvferry.router.cache_aware import CacheAware
 from kvferry.router.choice import CostGuide
@@ -30,13 +33,14 @@ from kvferry.router.http.desk import Order
 from kvferry.router.http.limits import Limits
 from kvferry.router.http.proxy import Proxy, ProxyStatistics
 from kvferry.router.knowledge import Knowledge
+from kvferry.router.orders import orders
 from kvferry.router.pilots import Pilots
 from kvferry.router.policies import Counting, LeastLoad, RoundRobin, SessionAffinity
 from kvferry.router.prefill import Prefill
 from kvferry.router.reception import Reception
 from kvferry.router.reload import plan
 from kvferry.router.roster import DEFAULT_POOL, Roster
-from kvferry.router.settings import RouterSettings
+from kvferry.router.settings import RouterSettings, admin_sockets
 from kvferry.router.trust import PUBLIC_SECRET, Trust
 from kvferry.router.trustfile import read_rules
 
@@ -44,6 +48,7 @@ TLS_LABELS = Labels("tls_ca ", "tls_cert ", "tls_key ")
 WORKER_TLS_LABELS = Labels("worker_tls_ca ", "worker_tls_cert ", "worker_tls_key ")
 BACKLOG = 1024
 STATISTICS_S = 5.0
+RENEW_S = 2.0  # between looks at the certificates
 DRAIN_S = 600.0  # for requests at a worker that leaves
 _OTHERS: tuple[type[Counting], ...] = (RoundRobin, LeastLoad, SessionAffinity, CacheAware)
 
@@ -120,6 +125,9 @@ class Router:
         self._discovery: Discovery | None = None
         self._started = self.proxy.now()
         self._server: asyncio.Server | None = None
+        self._sock: socket.socket | None = None
+        self._context: ssl.SSLContext | None = None
+        self._renewing: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -136,20 +144,36 @@ class Router:
         for worker in self.settings.workers:
             self.add_worker(worker.url, pool=worker.pool)
         listen = self.settings.listen
+        family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
         try:
-            self._server = await self._loop.create_server(
-                self.proxy.protocol,
-                listen.host,
-                listen.port,
-                backlog=BACKLOG,
-                ssl=self._tls() if self._tls is not None else None,
-            )
+            self._sock = socket.create_server((listen.host, listen.port), family=family, backlog=BACKLOG)
         except OSError as error:
             raise MisconfiguredError(
                 f"cannot listen at {listen}: {error.strerror or error}; choose another --listen"
             ) from error
+        await self._listen()
+        if self._tls is not None:
+            self._renewing = asyncio.create_task(self._renew())
         self.proxy.start()
         self._discovery = Discovery(self.settings.names, found=self._found, gone=self._gone)
+
+    async def _listen(self) -> None:
+        """With the certificates that are there now; again where they were replaced."""
+        loop = asyncio.get_running_loop()
+        context = self._tls() if self._tls is not None else None
+        if self._sock is None or (self._server is not None and context is self._context):
+            return
+        before, self._context = self._server, context
+        self._server = await loop.create_server(
+            self.proxy.protocol, sock=self._sock.dup(), backlog=BACKLOG, ssl=context
+        )
+        if before is not None:
+            before.close()
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            await self._listen()
 
     def add_worker(self, url: str, *, pool: str = DEFAULT_POOL, found_by_name: bool = False) -> None:
         """It gets requests from now on. found_by_name: it goes when its name leads to it no more.
@@ -189,8 +213,12 @@ class Router:
             await self._discovery.close()
         await self.attendant.close()
         self.copies.close()
+        if self._renewing is not None:
+            self._renewing.cancel()
         if self._server is not None:
             self._server.close()
+        if self._sock is not None:
+            self._sock.close()
         await self.proxy.drain()
         await self.followers.close()
         await self.engine_events.close()
@@ -311,19 +339,26 @@ async def _serve(settings: RouterSettings, read: Callable[[], RouterSettings]) -
             loop.add_signal_handler(number, stop, number)
     router = Router(settings)
 
+    def reload() -> None:
+        router.reload(read())
+
     def again() -> None:
         try:
-            router.reload(read())
+            reload()
         except MisconfiguredError as error:
             log.error("the settings stay as they are: %s", error)
 
     loop.add_signal_handler(signal.SIGHUP, again)
     with contextlib.ExitStack() as stack:
         await router.start()
+        socket_path = settings.admin_socket or admin_sockets() / f"router-{router.address.port}.sock"
+        admin = Admin(socket_path, orders(router, reload))
+        await admin.start()
         _serve_metrics(router, stack)
         log.info("kvferry %s router at %s: %d workers", __version__, router.address, len(settings.workers))
         await ended.wait()
         await router.stop()
+        await admin.close()
     return 0
 
 

@@ -9,7 +9,14 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from kvferry.addresses import Address, parse_listening, parse_server
-from kvferry.config import DEFAULT_METRICS_HOST, OTHER_ENVIRONMENT, check_metrics, parse_port, parse_size
+from kvferry.config import (
+    DEFAULT_METRICS_HOST,
+    OTHER_ENVIRONMENT,
+    check_metrics,
+    default_socket_path,
+    parse_port,
+    parse_size,
+)
 from kvferry.errors import MisconfiguredError
 from kvferry.feed.access import FeedAccess
 from kvferry.feed.settings import DEFAULT_PORT as FEED_PORT
@@ -19,7 +26,15 @@ from kvferry.router.pilots import Share, parse_share
 from kvferry.router.policies import POLICIES
 from kvferry.secret import Secret, parse_secret
 from kvferry.sources import Setting, gathered, parsed, suggestion
-from kvferry.values import TlsFiles, parse_age, parse_count, parse_ip_address, parse_path, parse_text
+from kvferry.values import (
+    TlsFiles,
+    parse_age,
+    parse_count,
+    parse_ip_address,
+    parse_path,
+    parse_socket_path,
+    parse_text,
+)
 
 DEFAULT_PORT = 8080
 DEFAULT_LISTEN = Address("127.0.0.1", DEFAULT_PORT)
@@ -62,8 +77,8 @@ class RouterSettings:
     API keys and their groups; trust_secret: what salts are keyed with. worker_api_key: sent to workers in
     place of callers' own. split, mirror: what part of conversations goes, or is copied, to another pool.
     listen: where clients find it. tls: its certificate and key, and with ``ca`` the authority of clients'
-    certificates, which they must show. worker_tls: for workers at https URLs.
-    metrics_*: see a node's.
+    certificates, which they must show. worker_tls: for workers at https URLs. metrics_*: see a node's.
+    admin_socket: where it is asked and told; None: in the directory for sockets.
     """
 
     workers: tuple[WorkerAddress, ...] = ()
@@ -93,6 +108,7 @@ class RouterSettings:
     per_worker: int = Limits().per_worker
     metrics_port: int = DEFAULT_METRICS_PORT
     metrics_host: str = DEFAULT_METRICS_HOST
+    admin_socket: Path | None = None
 
     @property
     def tls(self) -> TlsFiles | None:
@@ -264,7 +280,14 @@ ROUTER_SETTINGS = (
         "address of the metrics (default: loopback)",
         "metrics_host",
     ),
+    Setting("admin_socket", parse_socket_path, "PATH", "where its user asks and tells it", "admin_socket"),
 )
+
+
+def admin_sockets() -> Path:
+    """The directory in which routers of this user are asked and told, unless they were given another."""
+    environ = {name: value for name, value in os.environ.items() if name != "KVFERRY_SOCKET"}
+    return default_socket_path(environ).parent
 
 
 def load_router_settings(

@@ -1,0 +1,113 @@
+"""What the router can be asked and told by its user: the handlers of ``admin``, and their documents."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvferry.errors import RefusedError
+from kvferry.router import pilot_report
+from kvferry.router.admin import Handler
+from kvferry.router.http.refusals import TurnedAwayError
+from kvferry.router.settings import parse_worker
+
+if TYPE_CHECKING:
+    from kvferry.router.app import Router
+
+DRAIN_S = 600.0
+
+
+class _Added(msgspec.Struct, forbid_unknown_fields=True):
+    url: str
+    pool: str = ""
+
+
+def orders(router: "Router", reload: Callable[[], None]) -> dict[str, Handler]:
+    """By ``METHOD /path``. reload: reads the settings anew."""
+
+    def add(query: Mapping[str, str], body: bytes) -> object:
+        del query
+        try:
+            added = msgspec.json.decode(body, type=_Added)
+        except msgspec.MsgspecError as error:
+            raise RefusedError(f'write {{"url": "http://host:8000"}}: {error}') from error
+        url = parse_worker(added.url)
+        router.add_worker(url, pool=added.pool)
+        return {"added": url}
+
+    def remove(query: Mapping[str, str], body: bytes) -> object:
+        del body
+        url = parse_worker(query.get("url", ""))
+        try:
+            grace_s = float(query.get("grace_s", DRAIN_S))
+        except ValueError as error:
+            raise RefusedError(f"grace_s={query['grace_s']} is no number of seconds") from error
+        if not 0 <= grace_s <= 86400 or not router.drain_worker(url, grace_s=grace_s):
+            raise TurnedAwayError(404, f"{url} is no worker of this router, or grace_s is not 0 to 86400")
+        return {"drains": url, "grace_s": grace_s}
+
+    def explain(query: Mapping[str, str], body: bytes) -> object:
+        del body
+        told = router.reception.explain(query.get("request", ""))
+        if told is None:
+            raise TurnedAwayError(404, "this request is not known here, any more or at all")
+        return told
+
+    def read_anew(query: Mapping[str, str], body: bytes) -> object:
+        del query, body
+        reload()
+        return workers(router)
+
+    return {
+        "GET /status": lambda query, body: status(router),
+        "GET /workers": lambda query, body: workers(router),
+        "GET /explain": explain,
+        "GET /pilot": lambda query, body: pilot_report.document(router.pilots),
+        "POST /workers": add,
+        "DELETE /workers": remove,
+        "POST /reload": read_anew,
+    }
+
+
+def status(router: "Router") -> dict[str, Any]:
+    """The whole document."""
+    snapshot = router.snapshot()
+    return {
+        "pid": snapshot.pid,
+        "version": snapshot.version,
+        "address": str(router.address),
+        "uptime_s": snapshot.uptime_s,
+        "policy": router.settings.policy,
+        "proxy": snapshot.proxy,
+        "workers": workers(router),
+        "pools": {pool or "default": guide.statistics() for pool, guide in router.reception.guides.items()},
+        "feeds": router.followers.statistics(),
+    }
+
+
+def workers(router: "Router") -> list[dict[str, Any]]:
+    """One entry each."""
+    proxy = router.proxy.statistics().workers
+    loads: dict[str, Any] = {}
+    for guide in router.reception.guides.values():
+        told = guide.statistics().get("workers")
+        if isinstance(told, dict):
+            loads.update(told)
+    found = []
+    for worker in router.roster:
+        in_flight, connections, connects = proxy.get(worker.url, (0, 0, 0))
+        found.append(
+            {
+                "url": worker.url,
+                "pool": worker.pool or "default",
+                "state": worker.state.value,
+                "models": [model.name for model in worker.models] if worker.models is not None else None,
+                "in_flight": in_flight,
+                "connections": connections,
+                "connects": connects,
+                "failures": {what.value: count for what, count in worker.health.failures.items()},
+                "times_down": worker.health.times_down,
+                "load": loads.get(worker.url),
+            }
+        )
+    return found
