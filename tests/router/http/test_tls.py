@@ -111,9 +111,11 @@ def test_a_worker_at_https_is_verified(trusted: bool, tmp_path: Path) -> None:
             "worker_tls_cert": ours.cert,
             "worker_tls_key": ours.key,
         }
-        async with routing(url, **files) as router:
-            answer = await ask(router, CHAT, prompt())
-            assert (answer.status, answer.body == b"ok") == ((200, True) if trusted else (502, False))
-        server.close()
+        try:
+            async with routing(url, **files) as router:
+                answer = await ask(router, CHAT, prompt())
+                assert (answer.status, answer.body == b"ok") == ((200, True) if trusted else (502, False))
+        finally:
+            server.close()
 
     run(test)

@@ -355,7 +355,7 @@ class Exchange:
             self._break(why)
             self._end(Ended.FAILED)
             return
-        self._why, self._status = why, 504 if what is Failure.SILENT else 502
+        self._why, self._status = why, 504 if what is Failure.SILENT and self._sends else 502
         self._tried[guard.worker] = None
         sent = self._sends > 0
         self._release(Ended.FAILED)
