@@ -6,6 +6,7 @@ import subprocess
 import sys
 import urllib.request
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvferry.errors import MisconfiguredError
 from kvferry.keeper.client import KeepersStatistics, KeeperStatus
 from kvferry.node.counters import Counters, EngineStatus, NodeStatistics
+from kvferry.node.feedserver import FeedStatistics
 from kvferry.observe.exposition import MAX_SCRAPES, MetricsPage
 from kvferry.observe.metric import MAX_LABEL_VALUES, Kind
 from kvferry.observe.metrics import METRICS
@@ -24,8 +26,8 @@ from kvferry.tiers.contract import TierStatistics
 
 ROOT = Path(__file__).parents[2]
 UNITS = {
-    "bytes", "chunks", "connections", "defects", "engines", "failures", "fetches", "info", "loads", "lookups",
-    "parts", "refusals", "reservations", "seconds", "tokens", "up",
+    "bytes", "chunks", "connections", "defects", "engines", "events", "failures", "fetches", "info", "loads",
+    "lookups", "parts", "prefetches", "refusals", "reservations", "seconds", "snapshots", "tokens", "up",
 }  # fmt: skip
 IDLE_POOL_BYTES = 64 << 20
 
@@ -114,6 +116,27 @@ def test_every_metric_reads_from_an_idle_node_without_a_tier() -> None:
         for labels, value in metric.read(statistics()):
             assert len(labels) == len(metric.labels)
             assert value >= 0
+
+
+def test_the_feed_of_a_node_is_counted_where_there_is_one() -> None:
+    feed = FeedStatistics(
+        address="127.0.0.1:9474",
+        followers=2,
+        events=7,
+        snapshots=3,
+        known_chunks={"memory": 5, "valkey": 9},
+        refused={"token": 4},
+        dropped_events=0,
+        prefetches=1,
+        prefetches_declined=6,
+        defects=0,
+    )
+    found = scrape(replace(statistics(), feed=feed))
+    assert found["kvferry_feed_connections", ()] == 2
+    assert found["kvferry_feed_known_chunks", (("level", "valkey"),)] == 9
+    assert found["kvferry_feed_refused_connections_total", (("cause", "token"),)] == 4
+    assert found["kvferry_feed_declined_prefetches_total", ()] == 6
+    assert not [name for name, _ in scrape(statistics()) if name.startswith("kvferry_feed")]
 
 
 def test_a_scrape_shows_every_metric_that_has_samples() -> None:

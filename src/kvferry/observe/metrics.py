@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from kvferry.node.counters import NodeStatistics
+from kvferry.observe.feed_metrics import NODE_FEED_METRICS
 from kvferry.observe.metric import Kind, Metric, Sample, bounded
 
 
@@ -267,4 +268,5 @@ METRICS: tuple[Metric[NodeStatistics], ...] = (
     _counter(
         "defects", "Errors inside the node that it survived; please report them.", lambda node: node.defects
     ),
+    *NODE_FEED_METRICS,
 )

@@ -26,7 +26,9 @@ from kvferry.router.contract import Guide
 from kvferry.router.copies import Copies
 from kvferry.router.discovery import Discovery
 from kvferry.router.feed.engines import EngineEvents
+from kvferry.router.feed.follower import FollowerStatistics
 from kvferry.router.feed.followers import Followers
+from kvferry.router.feed.kvevents import KvEventsStatistics
 from kvferry.router.health import Change, State
 from kvferry.router.health import Limits as HealthLimits
 from kvferry.router.http.desk import Order
@@ -63,6 +65,8 @@ class RouterStatistics:
     version: str
     uptime_s: float
     proxy: ProxyStatistics
+    feeds: tuple[FollowerStatistics, ...] = ()
+    kv_events: tuple[KvEventsStatistics, ...] = ()
 
 
 class Router:
@@ -239,7 +243,12 @@ class Router:
     def snapshot(self) -> RouterStatistics:
         """On the loop."""
         return RouterStatistics(
-            os.getpid(), __version__, self.proxy.now() - self._started, self.proxy.statistics()
+            os.getpid(),
+            __version__,
+            self.proxy.now() - self._started,
+            self.proxy.statistics(),
+            self.followers.statistics(),
+            self.engine_events.statistics(),
         )
 
     def _found(self, url: str, pool: str, *, found_by_name: bool = True) -> None:
