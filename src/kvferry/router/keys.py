@@ -115,10 +115,29 @@ class KeyChain:
         hasher.update(view[start:])
         self._place, self._cut = end, cut
 
-    def boundary(self) -> None:
-        """A message, or a prompt, ends here."""
+    def message(self, role: str, content: str, *, named: bool) -> None:
+        """A whole message of nothing but text. named: whether its end is worth a name."""
+        data = b"".join((Mark.MESSAGE, encoded(role), Mark.TEXT, encoded(content), Mark.END))
+        end = self._place + len(data)
+        if end < CUTS[self._cut]:  # most are short: no prefix ends within
+            self._hash.update(data)
+            self._place = end
+            if named:
+                self._name()
+            return
+        self.mark(Mark.MESSAGE, role)
+        self.mark(Mark.TEXT)
+        self.text(content)
+        self.boundary(named=named)
+
+    def boundary(self, *, named: bool = True) -> None:
+        """A message, or a prompt, ends here. named: whether that is worth a name."""
         self._hash.update(Mark.END)
         self._place += len(Mark.END)
+        if named:
+            self._name()
+
+    def _name(self) -> None:
         self._boundaries.append(Key(self._hash.digest(), self._place))
         if len(self._boundaries) > 2 * MAX_BOUNDARIES:
             del self._boundaries[:-MAX_BOUNDARIES]

@@ -13,7 +13,7 @@ import xxhash
 
 from kvferry.errors import RefusedError
 from kvferry.router.contract import Key
-from kvferry.router.keys import KeyChain, Mark
+from kvferry.router.keys import MAX_BOUNDARIES, KeyChain, Mark
 
 MAX_REMEMBERED = 512  # tools and other heads, in their canonical form
 MAX_TOKEN_ID = (1 << 32) - 1
@@ -224,16 +224,21 @@ def _chat(asked: _Body, chain: KeyChain) -> None:
         raise RefusedError("messages is missing" if messages is None else f"messages is {_kind(messages)}")
     if not messages:
         raise RefusedError("messages is empty: there is nothing to answer")
+    unnamed = len(messages) - MAX_BOUNDARIES
     for number, message in enumerate(messages):
         if not isinstance(message, dict):
             raise RefusedError(f"messages[{number}] is {_kind(message)}: it must be an object")
         role = message.get("role")
         if not isinstance(role, str):
             raise RefusedError(f"messages[{number}] has no role")
-        _message(chain, f"messages[{number}]", role, message)
+        content, named = message.get("content"), number >= unnamed
+        if isinstance(content, str) and len(message) == 2:
+            chain.message(role, content, named=named)
+        else:
+            _message(chain, f"messages[{number}]", role, message, named=named)
 
 
-def _message(chain: KeyChain, name: str, role: str, message: dict[str, Any]) -> None:
+def _message(chain: KeyChain, name: str, role: str, message: dict[str, Any], *, named: bool = True) -> None:
     """One message of a chat, or one item of a response's input."""
     chain.mark(Mark.MESSAGE, role)
     content = message.get("content")
@@ -252,7 +257,7 @@ def _message(chain: KeyChain, name: str, role: str, message: dict[str, Any]) -> 
                 chain.mark(Mark.FIELD, field)
                 chain.mark(Mark.VALUE)
                 chain.raw(_canonical_json(value))
-    chain.boundary()
+    chain.boundary(named=named)
 
 
 def _part(chain: KeyChain, part: object) -> None:
