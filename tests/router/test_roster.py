@@ -100,6 +100,20 @@ def test_who_leaves_gets_nothing_more_and_is_gone_when_empty_or_late() -> None:
     assert [worker.url for worker in roster] == ["c"] and not roster.drain("a", until=1.0)
 
 
+def test_failures_of_workers_that_are_gone_count_on() -> None:
+    roster, in_flight = _roster("a", "b")
+    in_flight["a"] = 1
+    _fail(roster, "a", Failure.LOST)
+    _fail(roster, "b", Failure.LOST, Failure.ERROR)
+    roster.drain("a", until=9.0)
+    roster.add("a", now=1.0)
+    roster.drain("b", until=0.0)
+    assert [worker.url for worker in roster.drained(1.0)] == ["b"]
+    _fail(roster, "a", Failure.LOST)
+    counted = {what: count for what, count in roster.failures().items() if count}
+    assert counted == {Failure.LOST: 3, Failure.ERROR: 1}
+
+
 def test_who_is_added_again_while_leaving_stays() -> None:
     roster, in_flight = _roster("a")
     in_flight["a"] = 1

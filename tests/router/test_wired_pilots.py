@@ -6,6 +6,7 @@ import json
 import pytest
 from tests.router.http.rig import CHAT, ask, at_workers, client, mocks, prompt, routing, run, scripted, until
 
+from kvferry.observe.router_pilot_metrics import ROUTER_PILOT_METRICS
 from kvferry.router.contract import Ended
 from kvferry.router.pilot_report import text
 from kvferry.router.pilots import Share
@@ -70,6 +71,14 @@ def test_a_copy_is_the_same_request_and_its_answer_goes_nowhere() -> None:
             assert len(told.ttft_s) == len(router.pilots.of("original", "").ttft_s) == 1
             assert told.prompt_tokens > 0 and at_workers(router) == 0
             assert text(router.pilots)[0] == "mirror 100% to b"
+            rows = {
+                (row.name, *labels): value
+                for row in ROUTER_PILOT_METRICS
+                for labels, value in row.read(router.snapshot())
+            }
+            assert rows["kvferry_router_pilot_requests", "mirror", "b", "done"] == 1
+            assert rows["kvferry_router_pilot_ttft_seconds", "original", "default", "0.5"] > 0
+            assert rows["kvferry_router_workers", "up"] == 2
 
     run(test)
 

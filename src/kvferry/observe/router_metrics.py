@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from kvferry.observe.metric import Kind, Metric, Sample, bounded
 from kvferry.observe.router_feed_metrics import ROUTER_FEED_METRICS
+from kvferry.observe.router_pilot_metrics import ROUTER_PILOT_METRICS
 from kvferry.router.app import RouterStatistics
 
 Row = Metric[RouterStatistics]
@@ -80,4 +81,5 @@ ROUTER_METRICS: tuple[Row, ...] = (
         lambda router: {url: float(now[1]) for url, now in router.proxy.workers.items()},
     ),
     *ROUTER_FEED_METRICS,
+    *ROUTER_PILOT_METRICS,
 )

@@ -11,8 +11,8 @@ import secrets
 import signal
 import socket
 import ssl
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from kvferry import __version__
 from kvferry.addresses import Address
@@ -29,19 +29,19 @@ from kvferry.router.feed.engines import EngineEvents
 from kvferry.router.feed.follower import FollowerStatistics
 from kvferry.router.feed.followers import Followers
 from kvferry.router.feed.kvevents import KvEventsStatistics
-from kvferry.router.health import Change, State
+from kvferry.router.health import Change, Failure, State
 from kvferry.router.health import Limits as HealthLimits
 from kvferry.router.http.desk import Order
 from kvferry.router.http.limits import Limits
 from kvferry.router.http.proxy import Proxy, ProxyStatistics
 from kvferry.router.knowledge import Knowledge
 from kvferry.router.orders import orders
-from kvferry.router.pilots import Pilots
+from kvferry.router.pilots import MeasuredSnapshot, Pilots
 from kvferry.router.policies import Counting, LeastLoad, RoundRobin, SessionAffinity
 from kvferry.router.prefill import Prefill
 from kvferry.router.reception import Reception
 from kvferry.router.reload import plan
-from kvferry.router.roster import DEFAULT_POOL, Roster
+from kvferry.router.roster import DEFAULT_POOL, Roster, WorkerStatistics
 from kvferry.router.settings import RouterSettings, admin_sockets
 from kvferry.router.trust import PUBLIC_SECRET, Trust
 from kvferry.router.trustfile import read_rules
@@ -67,6 +67,9 @@ class RouterStatistics:
     proxy: ProxyStatistics
     feeds: tuple[FollowerStatistics, ...] = ()
     kv_events: tuple[KvEventsStatistics, ...] = ()
+    workers: tuple[WorkerStatistics, ...] = ()
+    worker_failures: Mapping[Failure, int] = field(default_factory=dict)
+    pilots: tuple[MeasuredSnapshot, ...] = ()
 
 
 class Router:
@@ -249,6 +252,9 @@ class Router:
             self.proxy.statistics(),
             self.followers.statistics(),
             self.engine_events.statistics(),
+            self.roster.statistics(),
+            self.roster.failures(),
+            self.pilots.statistics(),
         )
 
     def _found(self, url: str, pool: str, *, found_by_name: bool = True) -> None:

@@ -62,7 +62,10 @@ def orders(router: "Router", reload: Callable[[], None]) -> dict[str, Handler]:
         "GET /status": lambda query, body: status(router),
         "GET /workers": lambda query, body: workers(router),
         "GET /explain": explain,
-        "GET /pilot": lambda query, body: pilot_report.document(router.pilots),
+        "GET /pilot": lambda query, body: {
+            **pilot_report.document(router.pilots),
+            "text": pilot_report.text(router.pilots),
+        },
         "POST /workers": add,
         "DELETE /workers": remove,
         "POST /reload": read_anew,

@@ -83,6 +83,21 @@ class Measured:
             self.conversations.add(hash(conversation(asked)))
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredSnapshot:
+    """See ``Measured``."""
+
+    kind: str
+    pool: str
+    ended: Mapping[str, int]
+    ttft_s: tuple[float, ...]
+    tokens_per_s: tuple[float, ...]
+    total_s: tuple[float, ...]
+    cached_tokens: int
+    prompt_tokens: int
+    skipped: int
+
+
 class MeasuredFlight:
     """A ``contract.Flight`` that also measures. came: when the request had come."""
 
@@ -164,3 +179,20 @@ class Pilots:
     def measured(self) -> Mapping[tuple[str, str], Measured]:
         """By kind and pool."""
         return self._measured
+
+    def statistics(self) -> tuple[MeasuredSnapshot, ...]:
+        """A snapshot."""
+        return tuple(
+            MeasuredSnapshot(
+                kind,
+                pool,
+                dict(told.ended),
+                tuple(told.ttft_s),
+                tuple(told.tokens_per_s),
+                tuple(told.total_s),
+                told.cached_tokens,
+                told.prompt_tokens,
+                told.skipped,
+            )
+            for (kind, pool), told in self._measured.items()
+        )

@@ -4,10 +4,12 @@ A worker whose models are not known yet may have any: nothing is refused at the 
 """
 
 import enum
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from kvferry.errors import RefusedError
-from kvferry.router.health import DEFAULT_LIMITS, Change, Health, Limits, State
+from kvferry.router.health import DEFAULT_LIMITS, Change, Failure, Health, Limits, State
 from kvferry.router.models import Model
 
 DEFAULT_POOL = ""
@@ -52,6 +54,18 @@ class Worker:
         return not model or self.models is None or any(served.name == model for served in self.models)
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerStatistics:
+    """Of one worker. failures: what requests met there, since it was added."""
+
+    url: str
+    pool: str
+    state: State
+    failures: Mapping[Failure, int]
+    probes_missed: int
+    times_down: int
+
+
 class Roster:
     """in_flight: requests at a worker now. noticed: called when the next probe is due at another time."""
 
@@ -61,6 +75,7 @@ class Roster:
         self._workers: dict[str, Worker] = {}
         self._up: dict[tuple[str, str], tuple[str, ...]] = {}
         self._trials: tuple[Worker, ...] = ()
+        self._departed: Counter[Failure] = Counter()  # failures of workers that are gone
         self.noticed: Callable[[Worker], None] | None = None
 
     def __iter__(self) -> Iterator[Worker]:
@@ -86,6 +101,8 @@ class Roster:
             return worker
         if worker is None and len(self._workers) >= MAX_WORKERS:
             raise RefusedError(f"there are {MAX_WORKERS} workers: start another router for more")
+        if worker is not None:
+            self._departed.update(worker.health.failures)
         worker = Worker(url, pool=pool, health=Health(self._limits, now=now), found_by_name=found_by_name)
         self._workers[url] = worker
         self.changed()
@@ -110,6 +127,7 @@ class Roster:
         ]
         for worker in gone:
             worker.health.remove()
+            self._departed.update(worker.health.failures)
             del self._workers[worker.url]
         return gone
 
@@ -171,6 +189,27 @@ class Roster:
                 elif worker.may_serve(model):
                     return Served.YES
         return Served.PERHAPS if unknown else Served.NO
+
+    def failures(self) -> dict[Failure, int]:
+        """What requests met, also at workers that are gone."""
+        totals = self._departed.copy()
+        for worker in self._workers.values():
+            totals.update(worker.health.failures)
+        return {what: totals[what] for what in Failure}
+
+    def statistics(self) -> tuple[WorkerStatistics, ...]:
+        """A snapshot."""
+        return tuple(
+            WorkerStatistics(
+                worker.url,
+                worker.pool,
+                worker.state,
+                dict(worker.health.failures),
+                worker.health.probes_missed,
+                worker.health.times_down,
+            )
+            for worker in self._workers.values()
+        )
 
     def pools(self) -> tuple[str, ...]:
         """Those that have workers."""
