@@ -139,7 +139,9 @@ class CostFlight(CountedFlight):
         self._pool, self._asked, self._known, self._record, self._price = pool, asked, known, record, price
         self._at = self._last_at = now
         self._ahead_s = known.pace.ahead_s()
-        self._mark = pool.knowledge.sent(asked, known.worker, new_tokens=new_tokens)
+        self._mark = pool.knowledge.sent(
+            asked, known.worker, new_tokens=new_tokens, engine_tokens=price.engine_tokens
+        )
         self._told: tuple[float, float] | None = None
         self._first_at: float | None = None
         self._tokens = self._streams = 0
@@ -210,9 +212,9 @@ class CostFlight(CountedFlight):
         if self._told is not None and usage.cached_tokens < price.cached_tokens // 2:
             actual = pool.prefill(self._known).seconds(new_tokens, cached)
             self._known.pace.corrected(self._told, seconds - loading_s, self._predicted_s(actual))
-        if knowledge.seen.answered(
+        knowledge.judged(
+            self._known.worker,
             self._mark,
             expected_tokens=price.engine_tokens,
             cached_tokens=usage.cached_tokens,
-        ):
-            knowledge.emptied(self._known.worker)
+        )

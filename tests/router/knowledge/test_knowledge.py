@@ -24,9 +24,11 @@ from kvferry.router.contract import Asked, Key
 from kvferry.router.knowledge import Held as Tokens
 from kvferry.router.knowledge import Knowledge
 from kvferry.router.knowledge.knowledge import ASSUMED_SHORTFALL
+from kvferry.router.knowledge.seen import Mark
 from kvferry.router.knowledge.sent import MAX_SENT, Sent, SentRequests
 
 CHUNK = 100
+MARK = Mark(0, 0.0, 0, 0.0)
 
 
 def digests(name: str, chunks: int) -> bytes:
@@ -253,24 +255,24 @@ def test_an_event_that_comes_twice_is_as_good_as_once(events: list[tuple[str, An
 )
 def test_an_id_is_found_inside_what_the_engine_makes_of_it(engine_id: str, *, found: bool) -> None:
     sent = SentRequests()
-    sent.add("r1", Sent("w", "m", ()))
+    sent.add("r1", Sent("w", "m", (), MARK))
     assert (sent.told(engine_id) is not None) is found
 
 
 def test_an_id_that_looks_wrapped_itself_is_found() -> None:
     for own in ("a-12345678", "chatcmpl-x-3", "cmpl-y-0-0badc0de"):
         sent = SentRequests()
-        sent.add(own, Sent("w", "m", ()))
+        sent.add(own, Sent("w", "m", (), MARK))
         assert sent.told(f"chatcmpl-{own}-deadbeef")
 
 
 def test_requests_on_their_way_are_bounded() -> None:
     sent = SentRequests(limit_names=1000)
     for number in range(MAX_SENT + 50):
-        sent.add(str(number), Sent("w", "m", ()))
+        sent.add(str(number), Sent("w", "m", (), MARK))
     assert len(sent) == MAX_SENT
     for number in range(500):
-        sent.add(f"k{number}", Sent("w", "m", tuple(Key(b"", 0) for _ in range(10))))
+        sent.add(f"k{number}", Sent("w", "m", tuple(Key(b"", 0) for _ in range(10)), MARK))
     assert len(sent) == 100
 
 
@@ -294,3 +296,19 @@ def test_what_engines_compute_again_of_a_hit_is_learned(knowledge: Knowledge) ->
     for _ in range(100):
         knowledge.hit_seen(held(knowledge, "wa").engine, 100)  # a miss is none of it
     assert held(knowledge, "wa").engine == pytest.approx(936, abs=3)
+
+
+def test_a_node_that_says_what_its_engine_had_shows_an_empty_cache_though_all_was_loaded(
+    knowledge: Knowledge,
+) -> None:
+    """An answer's cached_tokens has what was loaded in it."""
+    linked(knowledge)
+    for number in range(2, 4):
+        expected = held(knowledge, "wa").engine
+        request, worker = asked("p", f"r{number}"), knowledge.worker("wa")
+        mark = knowledge.sent(request, worker, new_tokens=1, engine_tokens=expected)
+        engine_id = f"chatcmpl-r{number}-0badc0de"
+        assert held(knowledge, "wa").engine > 900
+        knowledge.apply("na", Prompt(1, 1, engine_id, digests("p", 10), 1000, 0))
+        knowledge.judged(worker, mark, expected_tokens=expected, cached_tokens=990)
+    assert held(knowledge, "wa", "p").engine == 0

@@ -198,6 +198,10 @@ class Knowledge:
         worker = self.worker(sent.worker)
         if (worker.node, worker.engine) != (prompted.node, prompted.engine):
             self._pair(worker, prompted.node, prompted.engine)
+        if sent.mark.worker == worker.number:
+            self.judged(
+                worker, sent.mark, expected_tokens=sent.engine_tokens, cached_tokens=event.engine_tokens
+            )
         if sent.model not in self._spaces and len(self._spaces) >= MAX_MODELS:
             self._spaces.clear()
         self._spaces.setdefault(sent.model, set()).add(prompted.space.number)
@@ -250,11 +254,17 @@ class Knowledge:
 
     # What was sent, and what answers say
 
-    def sent(self, asked: Asked, worker: Worker, *, new_tokens: float) -> Mark:
-        """The request is on its way to this worker."""
+    def sent(self, asked: Asked, worker: Worker, *, new_tokens: float, engine_tokens: int = 0) -> Mark:
+        """The request is on its way to this worker, whose own cache should have so many tokens of it."""
+        mark = self.seen.sent(asked.keys, worker.number, new_tokens=new_tokens)
         if self.told.nodes and asked.keys:
-            self._sent.add(asked.request_id, Sent(worker.url, asked.model, asked.keys))
-        return self.seen.sent(asked.keys, worker.number, new_tokens=new_tokens)
+            self._sent.add(asked.request_id, Sent(worker.url, asked.model, asked.keys, mark, engine_tokens))
+        return mark
+
+    def judged(self, worker: Worker, mark: Mark, *, expected_tokens: int, cached_tokens: int) -> None:
+        """Somebody said how much of an expected hit the worker's own cache had."""
+        if self.seen.answered(mark, expected_tokens=expected_tokens, cached_tokens=cached_tokens):
+            self.emptied(worker)
 
     def tokens_seen(self, asked: Asked, prompt_tokens: int) -> None:
         """An answer said how long the prompt was."""

@@ -52,13 +52,19 @@ class Sighting(NamedTuple):
     mask: int
 
 
-class Mark(NamedTuple):
-    """What ``sent`` wrote: keys from ``first`` on were new to the worker, with this stamp."""
+@dataclass(slots=True, eq=False)
+class Mark:
+    """What ``sent`` wrote: keys from ``first`` on were new to the worker, with this stamp.
+
+    distance: tokens computed since the last use of what it should have. judged: somebody has said how much
+    of that was there.
+    """
 
     worker: int
     stamp: float
     first: int
-    distance: float  # tokens computed between the last use of what it should have and now
+    distance: float
+    judged: bool = False
 
 
 class Seen:
@@ -177,9 +183,10 @@ class Seen:
         cache.capacity, cache.told = max(float(capacity_tokens), MIN_CAPACITY_TOKENS), True
 
     def answered(self, mark: Mark, *, expected_tokens: float, cached_tokens: int) -> bool:
-        """An answer said how much was cached. Returns whether the cache turns out to be empty."""
-        if expected_tokens < TELLING_TOKENS:
+        """The engine's node, or else the answer, said how much the cache had. Returns whether it is empty."""
+        if mark.judged or expected_tokens < TELLING_TOKENS:
             return False
+        mark.judged = True
         cache = self.cache(mark.worker)
         if mark.stamp <= cache.before:
             return False

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvferry.router.contract import Key
+from kvferry.router.knowledge.seen import Mark
 
 MAX_SENT = 1 << 14
 MAX_SENT_NAMES = 1 << 17  # of all of them
@@ -22,6 +23,8 @@ class Sent:
     worker: str
     model: str
     keys: tuple[Key, ...]
+    mark: Mark
+    engine_tokens: int = 0  # expected in the worker's own cache
 
 
 class SentRequests:
