@@ -93,7 +93,7 @@ class FeedMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.node, self.stream, self.view = Node(), Stream(), View()
         self.connection: Connection | None = None
-        self.last: ToRouter | None = None
+        self.past: list[Events] = []  # that this connection has said
 
     # ---- what happens at the node
 
@@ -136,19 +136,18 @@ class FeedMachine(RuleBasedStateMachine):
     def lost(self) -> None:
         """A message that never arrives, with none of a snapshot: TCP loses nothing, a defect may."""
         if self.connection is not None and self.stream.whole:
-            said = self.connection.say() if self.connection._welcome is None else None
-            if isinstance(said, Events):
-                self.last = None
+            self.connection.say() if self.connection._welcome is None else None
 
-    @rule()
-    def replayed(self) -> None:
-        if self.connection is not None and isinstance(self.last, Events) and self.stream.whole:
-            self._take(self.last)
+    @rule(at=st.integers(0, 20))
+    def replayed(self, at: int) -> None:
+        if self.connection is not None and self.past and self.stream.whole:
+            self._take(self.past[at % len(self.past)])
 
     def _hear(self) -> bool:
         """Whether there was something."""
         if self.connection is None:
             self.connection = Connection(self.node, self.stream)
+            self.past.clear()
         try:
             said = self.connection.say()
         except EOFError:
@@ -156,7 +155,8 @@ class FeedMachine(RuleBasedStateMachine):
             return True
         if said is None:
             return False
-        self.last = said
+        if isinstance(said, Events):
+            self.past.append(said)
         self._take(said)
         return True
 
