@@ -112,8 +112,9 @@ class Stream:
         if self._in_snapshot:
             raise RefusedError("events within a snapshot")
         if first > self.next:
+            gap = GapError(f"events {self.next} to {first - 1} are missing")
             self.forget()
-            raise GapError(f"events {self.next} to {first - 1} are missing")
+            raise gap
         seen = min(self.next - first, len(events))
         self.replayed += seen
         self.next += len(events) - seen
