@@ -32,7 +32,7 @@ def test_the_unit_starts_the_keeper_and_names_its_file() -> None:
 
 
 def test_the_example_of_the_settings_has_the_names_of_settings() -> None:
-    section = (ROOT / "docs" / "settings.md").read_text().split("## A keeper")[1].split("## An engine")[0]
+    section = (ROOT / "docs" / "settings.md").read_text().split("## A keeper")[1].split("## A router")[0]
     example = "\n".join(line[4:] for line in section.splitlines() if line.startswith("    "))
     names = {setting.name for setting in KEEPER_SETTINGS}
     assert set(tomllib.loads(example)) <= names

@@ -27,6 +27,15 @@ def _by(
     return Metric(f"kvferry_router_{name}", kind, text, (label,), samples)
 
 
+def _load(name: str, kind: Kind, text: str, field: str) -> Row:
+    """Of each worker, as the choice counts it."""
+
+    def read(router: RouterStatistics) -> dict[str, float]:
+        return {url: float(load.get(field, 0)) for url, load in router.loads.items()}
+
+    return _by("worker", kind, f"worker_{name}", text, read)
+
+
 def _words(values: Mapping[int, int]) -> dict[str, float]:
     return {str(key): value for key, value in values.items()}
 
@@ -80,6 +89,11 @@ ROUTER_METRICS: tuple[Row, ...] = (
         "Open connections to a worker.",
         lambda router: {url: float(now[1]) for url, now in router.proxy.workers.items()},
     ),
+    _load("waiting_tokens", Kind.GAUGE, "Prompt tokens that it has to compute yet.", "waiting_tokens"),
+    _load("chosen_requests", Kind.COUNTER, "Requests that were sent there.", "chosen"),
+    _load("prompt_tokens", Kind.COUNTER, "Of their prompts, as it said.", "prompt_tokens"),
+    _load("expected_hit_tokens", Kind.COUNTER, "Of them, expected to be cached.", "hit_tokens_expected"),
+    _load("seen_hit_tokens", Kind.COUNTER, "Of them, cached, as it said.", "hit_tokens_seen"),
     *ROUTER_FEED_METRICS,
     *ROUTER_PILOT_METRICS,
 )

@@ -35,7 +35,7 @@ from kvferry.router.http.desk import Order
 from kvferry.router.http.limits import Limits
 from kvferry.router.http.proxy import Proxy, ProxyStatistics
 from kvferry.router.knowledge import Knowledge
-from kvferry.router.orders import orders
+from kvferry.router.orders import loads_of, orders
 from kvferry.router.pilots import MeasuredSnapshot, Pilots
 from kvferry.router.policies import Counting, LeastLoad, RoundRobin, SessionAffinity
 from kvferry.router.prefill import Prefill
@@ -65,6 +65,7 @@ class RouterStatistics:
     version: str
     uptime_s: float
     proxy: ProxyStatistics
+    loads: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     feeds: tuple[FollowerStatistics, ...] = ()
     kv_events: tuple[KvEventsStatistics, ...] = ()
     workers: tuple[WorkerStatistics, ...] = ()
@@ -250,6 +251,7 @@ class Router:
             __version__,
             self.proxy.now() - self._started,
             self.proxy.statistics(),
+            loads_of(self.reception.guides.values()),
             self.followers.statistics(),
             self.engine_events.statistics(),
             self.roster.statistics(),

