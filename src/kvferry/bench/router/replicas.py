@@ -23,7 +23,6 @@ from kvferry.bench.router import client
 from kvferry.bench.router.choice import Comparison, Outcome, best, outcome, told, tuned_arm
 from kvferry.bench.router.routers import CACHE_AWARE, Arm, Thresholds, running
 from kvferry.bench.router.traffic import Mix, plan
-from kvferry.client.admin import AdminClient
 from kvferry.demo.ask import Replica
 from kvferry.demo.fleet import SERVED_NAME, Fleet, FleetSettings, plan_replicas
 from kvferry.demo.model import demo_model
@@ -42,7 +41,7 @@ MIX = Mix(
     think_s=8.0,
     model=SERVED_NAME,
 )
-CANDIDATES = (Thresholds(0.3, 1, 1.01), Thresholds(0.3, 4, 1.1), Thresholds())
+CANDIDATES = (Thresholds(0.3, 1, 1.01), Thresholds(0.3, 4, 1.1))
 PERIOD_S = 0.06
 RUNS_SHARE = 1 / 3
 
@@ -91,13 +90,11 @@ class Side:
         return f"http://127.0.0.1:{self.replica.port}"
 
     def drop(self) -> None:
-        """Nothing is in the engine's cache, in host memory and in Valkey."""
+        """Nothing is in the engine's cache and in host memory. What is in Valkey nobody will ask for."""
         self.replica.reset_prefix_cache()
         if self.feed_port:
             self.fleet.node_view.wait_written_back()
-            with AdminClient(self.fleet.socket_path) as admin:
-                admin.drop("memory")
-                admin.drop("valkey")
+            self.fleet.node_view.drop_memory()
 
     def served(self) -> float:
         """Requests it has finished."""
@@ -160,8 +157,9 @@ def measure(
     tried: dict[Thresholds, list[Outcome]] = {thresholds: [] for thresholds in candidates}
     with sides(demo_model(chosen=model, say=say), shared=shared, say=say) as both:
         warm(both)
+        runs = [0]
         for number in range(rounds):
-            runner = Runner(both, directory, peer, mix, seed + number, say)
+            runner = Runner(both, directory, peer, mix, seed + number, say, runs)
             for arm in arms:
                 if arm == CACHE_AWARE:
                     for thresholds in candidates:
@@ -195,10 +193,13 @@ class Runner:
     mix: Mix
     seed: int
     say: Callable[[str], None]
+    runs: list[int]
+    """How many there were: each has prompts of its own, at the same times and as long."""
 
     def run(self, arm: Arm) -> Outcome:
         """Through a router that knows nothing, to replicas that have nothing."""
-        turns = plan(self.mix, seed=self.seed)
+        self.runs[0] += 1
+        turns = plan(self.mix, seed=self.seed, tag=f"[{self.runs[0]:04d}] ")
         for side in self.both:
             side.drop()
         slow = self.both[self.seed % 2]

@@ -85,7 +85,7 @@ def running(
     make = _ours if arm.kind == "ours" else _theirs
     command = make(arm, workers, port=port, metrics=metrics, peer=peer)
     if arm.kind == "ours":
-        command += options
+        command += [] if "--feed" in arm.options else options
     env = {**os.environ, "RUST_LOG": "error"}
     name = f"router-{port}"
     with Program(

@@ -38,10 +38,13 @@ class Turn:
     turn: int
 
 
-def plan(mix: Mix, *, seed: int) -> list[Turn]:
-    """All turns, in order of time. A turn comes when its user has thought, answered or not."""
+def plan(mix: Mix, *, seed: int, tag: str = "") -> list[Turn]:
+    """All turns, in order of time. A turn comes when its user has thought, answered or not.
+
+    tag: begins every prompt, so that nothing of a plan with another tag can be reused.
+    """
     rng = random.Random(seed)
-    system = [prose(rng, mix.prefix) for _ in range(mix.cold_prefixes + 1)]
+    system = [tag + prose(rng, mix.prefix) for _ in range(mix.cold_prefixes + 1)]
     turns: list[Turn] = []
     begun = 0.0
     for number in range(mix.conversations):
