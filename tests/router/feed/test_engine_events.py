@@ -87,10 +87,11 @@ def test_a_prompt_is_found_in_the_blocks_that_its_engine_holds(worker: str, stac
 
     loop.call(send)
 
-    async def paired() -> int:
-        return knowledge.statistics()["paired_workers"]
+    async def links() -> int:
+        return len(knowledge.links)
 
-    eventually(lambda: loop.call(paired) == 1, "the worker is that engine")
+    eventually(lambda: loop.call(links) == 2, "its names are those blocks")
+    assert knowledge.statistics()["paired_workers"] == 1
 
     async def held() -> int:
         place = next(p for p in knowledge.told.holders._places.values() if p.level is Level.ENGINE)
@@ -100,7 +101,6 @@ def test_a_prompt_is_found_in_the_blocks_that_its_engine_holds(worker: str, stac
         )
 
     assert loop.call(held) == 10
-    assert len(knowledge.links) == 2
     assert Worker.asked == [{"model": "m", "prompt": "x"}]
 
 

@@ -198,7 +198,9 @@ class Knowledge:
         worker = self.worker(sent.worker)
         if (worker.node, worker.engine) != (prompted.node, prompted.engine):
             self._pair(worker, prompted.node, prompted.engine)
-        if sent.mark.worker == worker.number:
+        engine = self.told.engine(prompted.node, prompted.engine)
+        tells = engine is not None and engine.tells  # who follows its KV events learns not how much it had
+        if sent.mark.worker == worker.number and not tells:
             self.judged(
                 worker, sent.mark, expected_tokens=sent.engine_tokens, cached_tokens=event.engine_tokens
             )
