@@ -5,8 +5,10 @@ import json
 import sys
 from typing import Any
 
+from kvferry.cli import router_asked
 from kvferry.cli.address import add_socket_argument, asked, rendered
 from kvferry.cli.table import LINE_COLUMNS, clip, count, duration, labelled, short_namespace
+from kvferry.cli.unused import NODE_FLAGS, refuse
 from kvferry.config import format_size
 from kvferry.errors import MisconfiguredError
 
@@ -39,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which request of which node."""
     parser.add_argument("request", help="id of the API response, or the beginning of one")
     add_socket_argument(parser)
+    router_asked.add_router_argument(parser)
     parser.add_argument("--json", action="store_true", help="the whole record, for programs")
 
 
@@ -118,6 +121,9 @@ def main(args: argparse.Namespace) -> int:
             f"request {request!r} is no id of 1 to {MAX_REQUEST_ID} printable characters; "
             "give the id of an API response, like cmpl-..."
         )
+    if args.router is not None:
+        refuse(args, NODE_FLAGS, why="names a node, and --router asks a router: leave one of them out")
+        return _of_router(args, request)
     with asked(args) as admin:
         records = admin.explain(request)
         version = admin.welcome.version
@@ -132,3 +138,20 @@ def main(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return 0 if records else 1
+
+
+def _of_router(args: argparse.Namespace, request: str) -> int:
+    from kvferry.cli import explain_router
+
+    record = router_asked.explain(args, request)
+    if record is None:
+        print(
+            f"kvferry: the router knows no request {args.request!r}; it keeps the newest 4,096",
+            file=sys.stderr,
+        )
+        return 1
+    if args.json:
+        print(json.dumps(record, indent=2))
+    else:
+        print(rendered(explain_router.render, record, version="?"))
+    return 0

@@ -1,9 +1,10 @@
-"""``kvferry status``: what the node of this host, or a keeper, holds and does."""
+"""``kvferry status``: what the node of this host, a keeper or a router holds and does."""
 
 import argparse
 import json
 from typing import Any
 
+from kvferry.cli import router_asked
 from kvferry.cli.address import add_socket_argument, asked, rendered
 from kvferry.cli.keepers import OTHERS, add_keeper_arguments
 from kvferry.cli.table import (
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_socket_argument(parser)
     parser.add_argument("--json", action="store_true", help="the whole status, for programs")
     add_keeper_arguments(parser, text="of these keepers, instead of the node")
+    router_asked.add_router_argument(parser)
     parser.epilog = OTHERS
 
 
@@ -232,7 +234,21 @@ def _namespaces(spaces: list[dict[str, Any]]) -> list[str]:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Ask the node, or the keepers that are named, and print."""
+    """Ask the node, the keepers that are named, or a router, and print."""
+    if args.router is not None:
+        others = (*NODE_FLAGS, *KEEPER_FLAGS)
+        refuse(args, others, why="does not go with --router, which asks a router: leave one of them out")
+        from kvferry.cli import router_status
+
+        status = router_asked.status(args)
+        version = str(status.get("version", "?"))
+        text = (
+            json.dumps(status, indent=2)
+            if args.json
+            else rendered(router_status.render, status, version=version)
+        )
+        print(text)
+        return 0
     if args.keepers is not None:
         refuse(args, NODE_FLAGS, why="names a node, and --keepers asks keepers: leave one of them out")
         from kvferry.cli import keeper_status
