@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvferry.addresses import Address
-from kvferry.errors import ClosedError, KvferryError
+from kvferry.errors import ClosedError, KvferryError, RefusedError
 from kvferry.feed.access import ENDS, FeedAccess
 from kvferry.feed.framing import decode_to_router, encode
 from kvferry.feed.wire import (
@@ -208,12 +208,12 @@ class Follower:
             raise ClosedError(explained(error, self.address, ENDS)) from error
         self._writer = writer
         writer.write(encode(self.stream.hello(self._access.token)))
-        frames = FrameBuffer(limit=MAX_HELLO_BYTES)
+        frames = FrameBuffer(limit=MAX_FRAME_BYTES)
         while True:
             for payload in frames.feed(await self._read(reader)):
                 await self._heard(payload)
-            if self.state is State.FOLLOWED:
-                frames.limit = MAX_FRAME_BYTES
+            if self.state is not State.FOLLOWED and frames.held_bytes > MAX_HELLO_BYTES:
+                raise RefusedError(f"says more than {MAX_HELLO_BYTES} bytes before Welcome")
 
     async def _read(self, reader: asyncio.StreamReader) -> bytes:
         try:
