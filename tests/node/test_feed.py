@@ -24,6 +24,7 @@ from tests.node.fleet import (
 )
 
 from kvferry.addresses import Address
+from kvferry.cli.main import main
 from kvferry.client.messages import Prefill, Report, ReserveOutcome
 from kvferry.feed.wire import Level
 from kvferry.identity.names import PartKey
@@ -295,6 +296,14 @@ def test_a_killed_node_is_another_stream(tmp_path: Path, stack: ExitStack) -> No
     stack.callback(again.close)
     eventually(lambda: following.view.resets == 2, "begun anew")
     eventually(lambda: following.view.engines and not following.view.at(Level.MEMORY), "as it is now")
+
+
+def test_status_says_who_follows(
+    node: Node, follow: Callable[[], Following], capsys: pytest.CaptureFixture[str]
+) -> None:
+    follow()
+    assert main(["status", "--socket", str(node.settings.socket_path)]) == 0
+    assert f"1 routers follow at {node.feed_address}" in capsys.readouterr().out
 
 
 def test_without_the_setting_nothing_is_gathered(tmp_path: Path, stack: ExitStack, tier: MemoryTier) -> None:

@@ -69,6 +69,9 @@ def render(status: dict[str, Any]) -> str:
             f"{'disk' if status['tier'] and status['tier']['name'] == 'disk' else 'Valkey'}",
         ),
     ]
+    if (feed := status.get("feed")) is not None:
+        routers = f"{count(feed['followers'])} routers follow at {feed['address']}"
+        lines.append(labelled("feed", f"{routers}, {count(feed['prefetches'])} prefetches for them"))
     if any((unsaved := _unsaved(counters)).values()):
         lines.append(labelled("unsaved", f"parts: {causes(unsaved)}"))
     if status["defects"]:
