@@ -12,7 +12,7 @@ from tests.router.virtual import Conversations, Fleet, Turn, cost_guide, run_vir
 from kvferry.errors import BrokenError
 from kvferry.router.cache_aware import CacheAware, Thresholds
 from kvferry.router.choice import CostGuide
-from kvferry.router.contract import Asked, Ended, Guide, Key
+from kvferry.router.contract import Asked, Ended, Guide, Key, Usage
 from kvferry.router.knowledge import Knowledge
 from kvferry.testing.worker_engine import WorkerSettings
 
@@ -365,3 +365,35 @@ def test_a_small_cache_is_respected() -> None:
         return int(str(explained["cached_tokens_expected"]))
 
     assert run_virtually(main()) == 0
+
+
+def test_answers_that_come_all_at_once_make_no_worker_look_slow_or_hung() -> None:
+    guide = cost_guide(Knowledge())
+    workers = ("a", "b")
+    keys = (Key(b"k", 4000),)
+    first = guide.begin(Asked("r", "m", keys, streamed=False), among=["a"], now=0.0)
+    prices = []
+    for now in (0.01, 5.0, 60.0):
+        guide.begin(Asked("x", "m", (Key(b"z", 4000),)), among=workers, now=now).end(Ended.ABORTED, now)
+        explained = guide.explain("x")
+        assert explained is not None
+        candidates = explained["candidates"]
+        assert isinstance(candidates, list)
+        prices.append({candidate["worker"]: candidate["wait_ms"] for candidate in candidates})
+    assert prices[0]["a"] > 50
+    assert prices[1] == prices[2] == {"a": 0, "b": 0}
+    first.first_byte(61.0)
+    first.end(Ended.DONE, 61.0, Usage(1000, 0, 500))
+    assert guide.slowness(61.0)["a"] == pytest.approx(1.0)
+    assert guide.pool.know("a").pace.unseen == 0
+
+
+@pytest.mark.parametrize("how", [Ended.REFUSED, Ended.FAILED])
+def test_a_request_that_is_refused_says_nothing_of_how_fast_its_worker_is(how: Ended) -> None:
+    guide = cost_guide(Knowledge())
+    for number in range(20):
+        flight = guide.begin(Asked(f"r{number}", "m", (Key(b"k", 400_000),)), among=["a"], now=float(number))
+        flight.first_byte(number + 0.001)
+        flight.end(how, number + 0.002)
+    assert guide.slowness(20.0)["a"] == pytest.approx(1.0)
+    assert len(guide.knowledge.seen) == 0

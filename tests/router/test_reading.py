@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvferry.errors import RefusedError
 from kvferry.router.contract import Key
-from kvferry.router.keys import CUTS, MAX_BOUNDARIES, MAX_KEYS
+from kvferry.router.keys import CUTS, MAX_BOUNDARIES, MAX_KEYS, MEDIA_LENGTH
 from kvferry.router.reading import Reader
 
 CHAT = "/v1/chat/completions"
@@ -138,6 +138,7 @@ def test_a_text_part_is_as_good_as_text_and_an_image_counts_by_its_content() -> 
     assert not names(with_image("data:image/png;base64,AA==")) & names(
         with_image("data:image/png;base64,AB==")
     )
+    assert with_image("data:,x")[-1].length > MEDIA_LENGTH
     assert with_image("data:," + "x" * 500_000)[-1].length == with_image("data:,x")[-1].length
 
 
@@ -311,3 +312,11 @@ def test_two_texts_share_the_names_of_what_they_share(common: int, one: int, oth
     assert shared(first, second) <= len(start) + framing
     expected = max((cut for cut in CUTS if cut <= len(start)), default=0)
     assert shared(first, second) >= expected
+
+
+def test_long_tools_count_as_a_part_of_the_prompt() -> None:
+    tools = [{"type": "function", "function": {"name": f"f{n}", "description": "d" * 500}} for n in range(40)]
+    keys = chat(("user", "x" * 5000), tools=tools)
+    assert keys[0].length > 20_000
+    assert [key.length for key in keys] == sorted({key.length for key in keys})
+    assert keys[-1].length - keys[0].length < 5100

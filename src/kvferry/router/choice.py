@@ -127,7 +127,7 @@ class CostGuide:
         held, depths = knowledge.held(known.worker, sight)
         prefill = self.pool.prefill(known)
         factor = known.pace.factor(now)
-        streams = self.pool.loads.of(known.url).decoding
+        streams = self.pool.loads.of(known.url).decoding + known.pace.unseen
         space = depths.space if depths is not None else None
         price = cost(
             sight.prompt_tokens,

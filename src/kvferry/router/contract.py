@@ -34,7 +34,8 @@ class Asked:
 
     request_id: what its worker is told (``X-Request-Id``). keys: of its prefixes, shortest first; empty: it
     has no prompt. salt: in the keys already. session: of the policy that wants one. max_tokens: 0 while
-    unknown. opening: of a conversation, in all its turns; empty where none is known.
+    unknown. streamed: its first byte tells that its prefill is over; else all of the answer comes at once.
+    opening: of a conversation, in all its turns; empty where none is known.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class Asked:
     salt: str = ""
     session: str = ""
     max_tokens: int = 0
+    streamed: bool = True
     opening: str = ""
 
 

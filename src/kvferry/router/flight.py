@@ -145,7 +145,10 @@ class CostFlight(CountedFlight):
         self._told: tuple[float, float] | None = None
         self._first_at: float | None = None
         self._tokens = self._streams = 0
-        pool.joins(known, self, price.prefill_s / price.factor, now)
+        if asked.streamed:
+            pool.joins(known, self, price.prefill_s / price.factor, now)
+        else:
+            known.pace.begin_unseen(price.prefill_s / price.factor, now, price.factor)
 
     def first_byte(self, now: float) -> None:
         """See ``Flight``."""
@@ -154,21 +157,24 @@ class CostFlight(CountedFlight):
         super().first_byte(now)
         self._first_at = self._last_at = now
         self._streams = self._load.decoding
-        self._record.ttft_s = seconds = now - self._at
-        price = self._price
-        predicted = self._predicted_s(price.prefill_s / price.factor)
-        if self._asked.keys:
-            self._told = self._known.pace.took(seconds - self._loading_s(), predicted, now)
         self._pool.leaves(self._known, self, now)
 
     def token(self, now: float) -> None:
-        """See ``Flight``."""
-        self._tokens += 1
+        """See ``Flight``. Only of a stream does the first byte tell how long a prefill took."""
         self._last_at = now
+        self._tokens += 1
+        if self._tokens == 1 and self._first_at is not None:
+            self._record.ttft_s = seconds = self._first_at - self._at
+            if self._asked.keys:
+                price = self._price
+                predicted = self._predicted_s(price.prefill_s / price.factor)
+                self._told = self._known.pace.took(seconds - self._loading_s(), predicted, now)
 
     def end(self, how: Ended, now: float, usage: Usage | None = None) -> None:
         """See ``Flight``."""
         super().end(how, now, usage)
+        if not self._asked.streamed:
+            self._known.pace.over_unseen()
         self._record.ended = how.value
         pool, knowledge = self._pool, self._pool.knowledge
         if self._first_at is None:
@@ -200,16 +206,14 @@ class CostFlight(CountedFlight):
         cached = usage.cached_tokens if usage.cached_tokens is not None else price.cached_tokens
         new_tokens = max(usage.prompt_tokens - cached, 1)
         seconds = record.ttft_s
-        if seconds is None:
-            return
         loading_s = self._loading_s() if cached > price.engine_tokens // 2 else 0.0
-        if self._ahead_s == 0.0:
+        if self._ahead_s == 0.0 and seconds is not None:
             pool.observe(self._known, new_tokens, cached, seconds - loading_s, now)
         if usage.cached_tokens is None:
             return
         if price.cached_tokens == price.engine_tokens:
             knowledge.hit_seen(price.engine_tokens, usage.cached_tokens)
-        if self._told is not None and usage.cached_tokens < price.cached_tokens // 2:
+        if self._told is not None and seconds is not None and usage.cached_tokens < price.cached_tokens // 2:
             actual = pool.prefill(self._known).seconds(new_tokens, cached)
             self._known.pace.corrected(self._told, seconds - loading_s, self._predicted_s(actual))
         knowledge.judged(

@@ -71,8 +71,6 @@ class KeyChain:
         self._cuts: list[Key] = []
         self._boundaries: list[Key] = []
         self._cut = 0
-        while CUTS[self._cut] <= length:
-            self._cut += 1
 
     def mark(self, mark: bytes, text: str = "") -> None:
         """A mark and short text that belongs to it."""
@@ -139,8 +137,6 @@ class KeyChain:
 
     def _name(self) -> None:
         self._boundaries.append(Key(self._hash.digest(), self._place))
-        if len(self._boundaries) > 2 * MAX_BOUNDARIES:
-            del self._boundaries[:-MAX_BOUNDARIES]
 
     def keys(self) -> tuple[Key, ...]:
         """All names so far, shortest first."""

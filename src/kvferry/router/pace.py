@@ -99,7 +99,17 @@ class Typical:
 class Pace:
     """One worker's. Work is predicted without the factor, which is applied when it is asked for."""
 
-    __slots__ = ("_at", "_log", "_seen", "_since", "_total", "_typical", "_waiting")
+    __slots__ = (
+        "_at",
+        "_log",
+        "_seen",
+        "_since",
+        "_total",
+        "_typical",
+        "_unseen_until",
+        "_waiting",
+        "unseen",
+    )
 
     def __init__(self, typical: Typical) -> None:
         self._typical = typical
@@ -109,6 +119,8 @@ class Pace:
         self._since = 0.0
         self._total = 0.0
         self._waiting: dict[Hashable, float] = {}  # in order of arrival
+        self._unseen_until = -math.inf
+        self.unseen = 0  # requests of which nobody sees when their prefill is over
 
     def factor(self, now: float) -> float:
         """What predictions are to be multiplied with."""
@@ -166,6 +178,15 @@ class Pace:
         self._since = now
         return not self._waiting
 
+    def begin_unseen(self, work_s: float, now: float, factor: float) -> None:
+        """One whose end nobody will see is taken to take what is predicted."""
+        self.unseen += 1
+        self._unseen_until = max(self._unseen_until, now) + work_s * factor
+
+    def over_unseen(self) -> None:
+        """Its whole answer came, or it left."""
+        self.unseen -= 1
+
     @property
     def busy(self) -> bool:
         """Whether a prefill is under way or waits."""
@@ -181,9 +202,10 @@ class Pace:
         The first in line has been at it for a while. One that takes longer than all that is predicted will
         take as long again: a worker that hangs looks the worse the longer it does.
         """
+        unseen = max(self._unseen_until - now, 0.0) if self.unseen else 0.0
         if not self._waiting:
-            return 0.0
+            return unseen
         total = self._total * factor
         head = next(iter(self._waiting.values())) * factor
         elapsed = max(now - self._since, 0.0)
-        return max(total - min(elapsed, head), 0.0) + max(elapsed - total - SLACK_S, 0.0)
+        return unseen + max(total - min(elapsed, head), 0.0) + max(elapsed - total - SLACK_S, 0.0)

@@ -106,6 +106,7 @@ class Reception:
             salt=salt,
             session=reading.session,
             max_tokens=reading.max_tokens,
+            streamed=reading.stream,
             opening=reading.opening,
         )
         return Order(

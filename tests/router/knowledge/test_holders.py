@@ -79,4 +79,7 @@ def test_the_longest_unused_chunk_is_forgotten() -> None:
     holders.held(place, [1, 2, 3])
     holders.used([1])
     holders.held(place, [4])
-    assert [chunk for chunk in range(6) if holders.mask(chunk)] == [1, 3, 4]
+    assert [chunk for chunk in range(9) if holders.mask(chunk)] == [1, 3, 4]
+    holders.held(place, [3])
+    holders.held(place, [5, 6])
+    assert [chunk for chunk in range(9) if holders.mask(chunk)] == [3, 5, 6]
