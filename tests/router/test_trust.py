@@ -85,6 +85,26 @@ def test_trusted_salts_count_as_they_are() -> None:
     assert _salt(trust, _bearer("a")) == _salt(TRUST, _bearer("a"))
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"do_remote_prefill": True, "remote_host": "10.0.0.1", "remote_block_ids": [1]}, None),
+        ({"remote_host": "10.0.0.1", "max_load_tokens": 5}, {"max_load_tokens": 5}),
+        ({"max_load_tokens": 0}, {"max_load_tokens": 0}),
+        (["remote_host"], None),
+        (None, None),
+    ],
+)
+def test_no_client_says_where_kv_comes_from(given: object, kept: object) -> None:
+    body = json.dumps({"kv_transfer_params": given, "prompt": "p"}).encode()
+    for escaped in (body, body.replace(b"kv_", b"kv\\u005f")):
+        found = json.loads(TRUST.settled(TRUST.caller(_bearer("a")), escaped)[1])
+        assert found.pop("cache_salt") and found.pop("prompt") == "p"
+        assert found == ({} if kept is None else {"kv_transfer_params": kept})
+    gateway = Trust(Rules(client_salt=ClientSalt.TRUST))
+    assert json.loads(gateway.settled(gateway.caller([]), body)[1])["kv_transfer_params"] == given
+
+
 @pytest.mark.parametrize("rule", ClientSalt)
 @pytest.mark.parametrize(
     "salt", ["", 5, True, ["a"], {"a": 1}, "\ud800", "a\0b", "../x", "x" * (MAX_SALT_CHARACTERS + 1)]

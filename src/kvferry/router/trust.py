@@ -21,6 +21,8 @@ from kvferry.router.fields import is_object, joined, may_have, parts, spliced
 from kvferry.secret import Secret
 
 FIELD = "cache_salt"
+TRANSFER = "kv_transfer_params"
+HARMLESS = ("max_load_tokens",)  # in it: says how much, and not from where
 MAX_SALT_CHARACTERS = 128  # as vLLM has it
 MAX_KEY_BYTES = 4096
 KEY_FIELDS = frozenset((b"authorization", b"x-api-key", b"api-key"))
@@ -92,7 +94,7 @@ class Trust:
         """
         if not body or not is_object(body):
             return caller.salt, body
-        fields = parts(body) if may_have(body, (FIELD,)) else {}
+        fields = parts(body) if may_have(body, (FIELD, TRANSFER)) else {}
         sent = client_salt(fields)
         if sent is None or self.rules.client_salt is ClientSalt.STRIP:
             salt = caller.salt
@@ -101,7 +103,13 @@ class Trust:
         else:
             salt = self._digest(b"client", f"{caller.salt}\0{caller.group}\0{sent}".encode())
         put = {FIELD: msgspec.json.encode(salt)} if salt else {}
-        return salt, joined(fields, put, drop=(FIELD,)) if fields else spliced(body, put)
+        if not fields:
+            return salt, spliced(body, put)
+        drop = [FIELD]
+        if TRANSFER in fields and self.rules.client_salt is not ClientSalt.TRUST:
+            drop.append(TRANSFER)
+            put.update(harmless_transfer(fields[TRANSFER]))
+        return salt, joined(fields, put, drop=drop)
 
     def _unlisted(self, rule: Unlisted, key: bytes) -> Caller:
         if rule is Unlisted.REFUSE:
@@ -145,6 +153,16 @@ def api_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 def key_digest(key: bytes) -> bytes:
     """As the trust file lists it: what ``printf %s "$KEY" | sha256sum`` prints."""
     return hashlib.sha256(key).digest()
+
+
+def harmless_transfer(raw: msgspec.Raw) -> dict[str, bytes]:
+    """What a client may say about transfers of KV: no hosts, engines or blocks, which are others'."""
+    try:
+        given: object = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RefusedError(f"{TRANSFER} is no JSON object") from error
+    kept = {name: given[name] for name in HARMLESS if name in given} if isinstance(given, dict) else {}
+    return {TRANSFER: msgspec.json.encode(kept)} if kept else {}
 
 
 def client_salt(fields: Mapping[str, msgspec.Raw]) -> str | None:
