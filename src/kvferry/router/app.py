@@ -11,6 +11,7 @@ import secrets
 import signal
 import socket
 import ssl
+import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -50,6 +51,7 @@ TLS_LABELS = Labels("tls_ca ", "tls_cert ", "tls_key ")
 WORKER_TLS_LABELS = Labels("worker_tls_ca ", "worker_tls_cert ", "worker_tls_key ")
 BACKLOG = 1024
 STATISTICS_S = 5.0
+SWITCH_S = 0.001  # a large body that is read beside the loop does not hold it up for longer
 RENEW_S = 2.0  # between looks at the certificates
 DRAIN_S = 600.0  # for requests at a worker that leaves
 _OTHERS: tuple[type[Counting], ...] = (RoundRobin, LeastLoad, SessionAffinity, CacheAware)
@@ -334,6 +336,7 @@ def run(settings: RouterSettings, *, reload: Callable[[], RouterSettings]) -> in
             "kvferry router needs uvloop and httptools: pip install 'kvferry[router]'"
         ) from error
     _more_descriptors()
+    sys.setswitchinterval(SWITCH_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings, reload))
 
