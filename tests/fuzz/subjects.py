@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
-from tests.fuzz import keepers
+from tests.fuzz import feeds, keepers
 
 from kvferry.addresses import Address
 from kvferry.config import load_node_settings
@@ -83,6 +83,7 @@ def require(holds: bool, what: str) -> None:
 FROM_CLIENT: tuple[wire.Message, ...] = (
     wire.Hello(protocol=wire.PROTOCOL, version="1", role=wire.Role.WORKER, engine="e", token="t" * 40),
     wire.Attach(namespace=NAMESPACE, part_bytes=(1000, 0, 5), chunk_tokens=16, domain="d", label="l"),
+    wire.Came(request_id="r", namespace=bytes(16), chunks=bytes(64), prompt_tokens=300, engine_tokens=128),
     wire.Lookup(
         ticket=1,
         request_id="r",
@@ -374,6 +375,9 @@ def subjects(directory: Path) -> list[Subject]:
         Subject("frames from nodes", [encode(message) for message in FROM_NODE], _from_node),
         Subject("frames to keepers", keepers.TO_KEEPER, keepers.to_keeper),
         Subject("frames from keepers", keepers.FROM_KEEPER, keepers.from_keeper),
+        Subject("frames from routers", feeds.FROM_ROUTER, feeds.from_router),
+        Subject("frames of feeds", feeds.TO_ROUTER, feeds.to_router, cost=2),
+        Subject("KV events of vLLM", feeds.BATCHES, feeds.kv_events, cost=2),
         Subject("addresses of keepers", keepers.ADDRESSES, keepers.addresses, cost=2),
         Subject("words of keepers", keepers.WORDS, keepers.words, cost=2),
         Subject(
