@@ -72,14 +72,6 @@ def test_a_trial_that_fails_waits_longer() -> None:
     assert worker.next_probe_at() == 1.5 + 2
 
 
-def test_who_cannot_be_reached_is_down_and_perhaps_the_same_process() -> None:
-    worker = _worker()
-    worker.booted(5.0)
-    assert worker.failed(Failure.UNREACHABLE, 1.0) == Change(State.UP, State.DOWN)
-    assert worker.probed(Probed.WELL, 2.0, jitter=0.0).after is State.UP
-    assert not worker.booted(5.0).lost
-
-
 def test_one_missed_probe_is_forgiven_and_the_second_is_not() -> None:
     worker = _worker()
     assert worker.probed(Probed.MISSED, 1.0, jitter=0.0).after is State.SUSPECT
@@ -199,13 +191,6 @@ class HealthMachine(RuleBasedStateMachine):
         else:
             assert self.state is State.DOWN
 
-    @rule()
-    def not_reach(self) -> None:
-        change = self.worker.failed(Failure.UNREACHABLE, self.now)
-        self._seen(change)
-        assert self.state is State.DOWN and not change.lost
-        self.tried = False
-
     @rule(probe=st.booleans())
     def refuse(self, probe: bool) -> None:
         if probe:
@@ -277,17 +262,17 @@ def _forgiving(self: Health, how: Probed, now: float, **how_soon: float) -> Chan
     return _PROBED(self, how, now, **how_soon)
 
 
-def _forgetful(self: Health, now: float, *, gone: bool) -> Change:
+def _forgetful(self: Health, now: float) -> Change:
     self._told = False
-    return _NOT_REACHED(self, now, gone=gone)
+    return _REFUSED(self, now)
 
 
-_PROBED, _NOT_REACHED = Health.probed, Health._not_reached
+_PROBED, _REFUSED = Health.probed, Health._refused
 
 
 @pytest.mark.parametrize(
     ("name", "defect"),
-    [("probed", _forgiving), ("_not_reached", _forgetful), ("boot_wanted", property(lambda _: True))],
+    [("probed", _forgiving), ("_refused", _forgetful), ("boot_wanted", property(lambda _: True))],
 )
 def test_the_machine_finds_planted_defects(
     monkeypatch: pytest.MonkeyPatch, name: str, defect: Callable[..., object]

@@ -6,9 +6,9 @@
      └──probe missed: the wait doubles, 1 s, 2 s ... 30 s        └──probe missed, request failed──► DOWN
     any ──drain──► DRAINING ──its requests have ended, or time is up──► REMOVED
 
-UP is asked; SUSPECT, and TRIAL with one request at a time, only where nobody is UP or a trial is due; DOWN
-only where nobody else is left and its last probe was well. No request but a trial's pays for finding out
-that a worker is back. What a client can cause is no evidence: 4xx, and 501 for what is not supported.
+UP is asked, and on TRIAL one request at a time; SUSPECT where there are none of these; DOWN only where
+nobody else is left and its last probe was well. No request but a trial's pays for finding out that a
+worker is back. What a client can cause is no evidence: 4xx, and 501 for what is not supported.
 """
 
 import enum
@@ -36,10 +36,9 @@ class Failure(enum.Enum):
     """What a request met. Values: as metrics say it."""
 
     REFUSED = "refused"  # no connection: nobody listens there
-    UNREACHABLE = "unreachable"  # no connection in time
     LOST = "lost"  # the connection ended before the answer did
     ERROR = "error"  # 5xx
-    SILENT = "silent"  # no byte in time
+    SILENT = "silent"  # no byte in time, or no connection
 
 
 class Probed(enum.Enum):
@@ -138,8 +137,8 @@ class Health:
         self.failures[what] += 1
         if before in (State.DRAINING, State.REMOVED):
             return Change(before, before)
-        if what in (Failure.REFUSED, Failure.UNREACHABLE):
-            return self._not_reached(now, gone=what is Failure.REFUSED)
+        if what is Failure.REFUSED:
+            return self._refused(now)
         if before is State.TRIAL:
             self._breaker.probe_failed(now)
             self._to(State.DOWN)
@@ -179,7 +178,7 @@ class Health:
         self._missed += 1
         self.probes_missed += 1
         if how is Probed.REFUSED:
-            return self._not_reached(now, gone=True)
+            return self._refused(now)
         if before in (State.DOWN, State.TRIAL):
             self._breaker.probe_failed(now)
             self._to(State.DOWN)
@@ -209,8 +208,8 @@ class Health:
         """It is gone from the list."""
         self._state = State.REMOVED
 
-    def _not_reached(self, now: float, *, gone: bool) -> Change:
-        """gone: nobody listens, and whoever does next is another process."""
+    def _refused(self, now: float) -> Change:
+        """Nobody listens: whoever does next is another process."""
         before = self._state
         if before in (State.DOWN, State.TRIAL):
             self._breaker.probe_failed(now)
@@ -219,8 +218,6 @@ class Health:
         self._missed = max(self._missed, 1)
         self._wants_trial = False
         self._to(State.DOWN)
-        if not gone:
-            return Change(before, State.DOWN)
         lost, self._told = not self._told, True
         self._boot = None
         self._was_away = False

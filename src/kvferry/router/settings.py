@@ -73,11 +73,12 @@ class RouterSettings:
 
     workers: engines. names: the same, each address of the name being one. policy: how one is chosen for a
     request. feed, feed_*: where nodes tell what they hold, and how to get in there. kv_events: where plain
-    engines tell it themselves. probe_interval_s: between questions to a worker; 0: none. trust: a file of
-    API keys and their groups; trust_secret: what salts are keyed with. worker_api_key: sent to workers in
-    place of callers' own. split, mirror: what part of conversations goes, or is copied, to another pool.
-    listen: where clients find it. tls: its certificate and key, and with ``ca`` the authority of clients'
-    certificates, which they must show. worker_tls: for workers at https URLs. metrics_*: see a node's.
+    engines tell it themselves. probe_interval_s: between questions to a worker; 0: none, and who fails
+    stays away. trust: a file of API keys and their groups; trust_secret: what salts are keyed with.
+    worker_api_key: sent to workers in place of callers' own. split, mirror: what part of conversations
+    goes, or is copied, to another pool. listen: where clients find it. tls: its certificate and key, and
+    with ``ca`` the authority of clients' certificates, which they must show. worker_tls: for workers at
+    https URLs. metrics_*: see a node's.
     admin_socket: where it is asked and told; None: in the directory for sockets.
     """
 
@@ -201,10 +202,10 @@ def parse_feeds(text: object) -> Feeds:
 
 
 def parse_probe(text: object) -> float:
-    """Seconds, from ``1s`` to an hour; 0 for ``none``. Raises MisconfiguredError."""
-    seconds = 0.0 if text == "none" else parse_age(text)
-    if seconds and not 1.0 <= seconds <= 3600.0:
-        raise MisconfiguredError(f"{text!r} is outside 1s to 1h; none asks never")
+    """Seconds, from ``1s`` to an hour. Raises MisconfiguredError."""
+    seconds = parse_age(text)
+    if not 1.0 <= seconds <= 3600.0:
+        raise MisconfiguredError(f"{text!r} is outside 1s to 1h")
     return seconds
 
 
@@ -243,7 +244,11 @@ ROUTER_SETTINGS = (
     Setting("feed_tls_cert", parse_path, "PATH", "the certificate to show them", "feed_tls_cert"),
     Setting("feed_tls_key", parse_path, "PATH", "its key", "feed_tls_key"),
     Setting(
-        "probe", parse_probe, "AGE", "how often workers are asked how they are (2s), none", "probe_interval_s"
+        "probe",
+        parse_probe,
+        "AGE",
+        "how often workers are asked how they are (default 2s)",
+        "probe_interval_s",
     ),
     Setting("trust", parse_path, "PATH", "file of API keys and their groups", "trust"),
     Setting("trust_secret", parse_secret, "TEXT", "the secret itself", "trust_secret", environment_only=True),
