@@ -201,6 +201,8 @@ def test_a_path_that_is_not_known_is_not_judged() -> None:
         (CHAT, b'{"messages": [{"role": "user", "content": "\xff"}]}', "JSON"),
         (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "JSON"),
         (CHAT, b'{"messages": [' + b"[" * 100_000, "deeply"),
+        (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "tools": ["\xff"]}', "JSON"),
+        (CHAT, b'{"messages": [{"role": "user", "content": "x"}], "tools": [1e999]}', "JSON"),
         (CHAT, b"[]", "array"),
         (CHAT, b"{}", "messages is missing"),
         (CHAT, b'{"messages": []}', "messages is empty"),

@@ -117,6 +117,8 @@ class Reader:
             opening = _opening(asked) if with_opening else ""
         except RecursionError:
             raise RefusedError("the body is nested too deeply") from None
+        except msgspec.DecodeError as error:  # of what was only skipped before
+            raise RefusedError(f"the body is not valid JSON: {error}") from None
         return Reading(
             model=model or "",
             keys=chain.keys(),
@@ -250,7 +252,7 @@ def _message(chain: KeyChain, name: str, role: str, message: dict[str, Any], *, 
             _part(chain, part)
     elif content is not None:
         raise RefusedError(f"{name}.content is {_kind(content)}: it must be text or an array of parts")
-    if len(message) > 2 or content is None:
+    if len(message) > 2 or content is None or "role" not in message:
         for field in sorted(message.keys() - {"role", "content"}):
             value = message[field]
             if value is not None and value != []:

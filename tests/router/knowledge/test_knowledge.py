@@ -24,6 +24,7 @@ from kvferry.router.contract import Asked, Key
 from kvferry.router.knowledge import Held as Tokens
 from kvferry.router.knowledge import Knowledge
 from kvferry.router.knowledge.knowledge import ASSUMED_SHORTFALL
+from kvferry.router.knowledge.nodes import MAX_SPACES
 from kvferry.router.knowledge.seen import Mark
 from kvferry.router.knowledge.sent import MAX_SENT, Sent, SentRequests
 
@@ -312,3 +313,46 @@ def test_a_node_that_says_what_its_engine_had_shows_an_empty_cache_though_all_wa
         knowledge.apply("na", Prompt(1, 1, engine_id, digests("p", 10), 1000, 0))
         knowledge.judged(worker, mark, expected_tokens=expected, cached_tokens=990)
     assert held(knowledge, "wa", "p").engine == 0
+
+
+def test_hosts_that_come_and_go_leave_nothing_behind(knowledge: Knowledge) -> None:
+    for number in range(200):
+        node, url = f"node{number}", f"w{number}"
+        knowledge.near(url, node)
+        knowledge.met(node, behind="valkey")
+        knowledge.apply(node, Space(1, b"s" * 16, "m", CHUNK, 5000))
+        knowledge.apply(node, EngineUp(1, "e", 1, 100_000))
+        knowledge.apply(node, Held(Level.MEMORY, 0, 1, digests("p", 10)))
+        knowledge.sent(asked("p", f"r{number}"), knowledge.worker(url), new_tokens=1000)
+        late = Prompt(1, 1, f"chatcmpl-r{number}-0badc0de", digests("p", 10), 1000, 0)
+        if number % 2:
+            knowledge.worker_lost(url)
+            knowledge.apply(node, late)
+            knowledge.lost(node)
+        else:
+            knowledge.lost(node)
+            knowledge.worker_lost(url)
+    assert set(knowledge.told.nodes) == {"na", "nb"}
+    assert len(knowledge._workers) == 0
+    assert max(knowledge.told.holders._masks.values()).bit_length() < 200
+
+
+def test_namespaces_of_yesterday_make_room_for_those_of_today(knowledge: Knowledge) -> None:
+    """An engine whose weights are updated has a new one each time."""
+    for number in range(2, 3 * MAX_SPACES):
+        knowledge.apply("na", Space(number, number.to_bytes(16, "big"), "m", CHUNK, 5000))
+        knowledge.apply("na", EngineUp(1, "e", number, 100_000))
+    knowledge.near("wa", "na")
+    knowledge.sent(asked("p", "r1"), knowledge.worker("wa"), new_tokens=1000)
+    knowledge.apply("na", Prompt(1, number, "chatcmpl-r1-0badc0de", digests("p", 10), 1000, 0))
+    sight = knowledge.look(asked("p"), 1)
+    assert [depths.link.chunks for depths in sight.depths.values()] == [10]
+    assert len(knowledge.told.numbered) <= MAX_SPACES
+
+
+def test_an_engine_that_says_zero_for_its_speed_is_not_infinitely_fast(knowledge: Knowledge) -> None:
+    linked(knowledge)
+    knowledge.apply("na", Speed(1, 0.0, 0.001, 0.0))
+    assert knowledge.prefill(knowledge.worker("wa")) is not None
+    knowledge.apply("na", Speed(1, 0.0, 0.0, 0.0))
+    assert knowledge.prefill(knowledge.worker("wa")) is None

@@ -69,6 +69,32 @@ def test_two_prompts_that_part_show_how_far_a_name_goes() -> None:
     assert longest[1].chunks == 1
 
 
+def test_text_that_became_other_tokens_is_learned_anew() -> None:
+    """As where the chat template says the day: from the first chunk on, all are others."""
+    links = Links()
+    keys, before = prompt("s" * 200 + "one")
+    other_keys, _ = prompt("s" * 200 + "two")
+    after = bytes(255 - byte for byte in before)
+    links.learn(0, keys, before, prompt_tokens=203, chunk_tokens=CHUNK)
+    for again in (other_keys, keys, other_keys):
+        links.learn(0, again, after, prompt_tokens=203, chunk_tokens=CHUNK)
+        for place in range(1, len(keys)):
+            longest = links.longest(0, again[: place + 1])
+            assert longest is not None
+            assert longest[1].digests == after[: again[place].length // CHUNK * 32]
+
+
+def test_the_end_of_a_whole_prompt_is_certain_whatever_was_estimated_before() -> None:
+    links = Links()
+    keys = (Key(b"a" * 16, 100), Key(b"b" * 16, 200))
+    first, second = bytes([1]) * 32, bytes([2]) * 32
+    links.learn(0, keys, first + second * 3, prompt_tokens=40, chunk_tokens=10)
+    links.learn(0, keys[:1], first + bytes([3]) * 32, prompt_tokens=20, chunk_tokens=10)
+    longest = links.longest(0, keys[:1])
+    assert longest is not None
+    assert longest[1].digests == first + bytes([3]) * 32
+
+
 def test_what_is_known_is_bounded_by_names_and_by_bytes() -> None:
     links = Links(limit=50, limit_bytes=32 * 40)
     for number in range(300):

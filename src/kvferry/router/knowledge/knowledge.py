@@ -94,9 +94,11 @@ class Knowledge:
         if worker is not None:
             self.emptied(worker)
             self._part(worker)
+            node = worker.node
             self._move(worker, None)
             self.seen.renew(worker.number)
             self._free.append(worker.number)
+            self._leave(node)
 
     def near(self, url: str, node: str) -> None:
         """The worker is on that node's host."""
@@ -167,6 +169,7 @@ class Knowledge:
     def lost(self, node: str) -> None:
         """Its feed is not followed now. What it said stays: most of it is still so."""
         self.told.lost(node)
+        self._leave(node)
 
     def removed(self, node: str) -> None:
         """It is gone for good."""
@@ -174,6 +177,12 @@ class Knowledge:
         self.told.removed(node)
         for worker in list(self._hosts.get(node, {}).values()):
             self._move(worker, None)
+
+    def _leave(self, node: str | None) -> None:
+        """A node that nobody follows, on a host without workers, is gone for good."""
+        known = self.told.nodes.get(node) if node is not None else None
+        if known is not None and not known.followed and known.name not in self._hosts:
+            self.removed(known.name)
 
     def _follow(self, followed: Followed) -> None:
         worker = self._paired.get((followed.node, followed.engine))
@@ -195,18 +204,15 @@ class Knowledge:
         sent = self._sent.told(event.request_id)
         if sent is None:
             return
-        worker = self.worker(sent.worker)
-        if (worker.node, worker.engine) != (prompted.node, prompted.engine):
-            self._pair(worker, prompted.node, prompted.engine)
-        engine = self.told.engine(prompted.node, prompted.engine)
-        tells = engine is not None and engine.tells  # who follows its KV events learns not how much it had
-        if sent.mark.worker == worker.number and not tells:
-            self.judged(
-                worker, sent.mark, expected_tokens=sent.engine_tokens, cached_tokens=event.engine_tokens
-            )
+        worker = self._workers.get(sent.worker)
+        if worker is not None:  # else it was removed meanwhile
+            self._shown(worker, sent, prompted)
         if sent.model not in self._spaces and len(self._spaces) >= MAX_MODELS:
             self._spaces.clear()
-        self._spaces.setdefault(sent.model, set()).add(prompted.space.number)
+        spaces = self._spaces.setdefault(sent.model, set())
+        if prompted.space.number not in spaces:
+            spaces.intersection_update(self.told.numbered)
+            spaces.add(prompted.space.number)
         self.links.learn(
             prompted.space.number,
             sent.keys,
@@ -215,6 +221,16 @@ class Knowledge:
             chunk_tokens=prompted.space.chunk_tokens,
         )
         self._length(sent.model, sent.keys, event.prompt_tokens)
+
+    def _shown(self, worker: Worker, sent: Sent, prompted: Prompted) -> None:
+        """Which engine the worker is, and how much it had of what it should have."""
+        if (worker.node, worker.engine) != (prompted.node, prompted.engine):
+            self._pair(worker, prompted.node, prompted.engine)
+        engine = self.told.engine(prompted.node, prompted.engine)
+        tells = engine is not None and engine.tells  # who follows its KV events learns not how much it had
+        if sent.mark.worker == worker.number and not tells:
+            cached = prompted.event.engine_tokens
+            self.judged(worker, sent.mark, expected_tokens=sent.engine_tokens, cached_tokens=cached)
 
     def _guess(self, node: str) -> None:
         """The only worker of a host is its only engine, until a request shows otherwise."""

@@ -2,7 +2,8 @@
 
 A node tells the chunks of a request that this router sent: the request's names then mean those chunks. Where
 inside a prompt a name ends, in tokens, is known at the prompt's end and estimated in between by length; two
-prompts that share a name show where the estimate was too long, since there their chunks part.
+prompts that share a name show where the estimate was too long, since there their chunks part. Where they
+part much earlier, the text has become other tokens since: a template that says the day, another template.
 """
 
 from array import array
@@ -16,6 +17,8 @@ from kvferry.router.contract import Key
 MAX_LINKS = 1 << 18
 MAX_DIGEST_BYTES = 64 << 20  # of all prompts together
 _WORDS = DIGEST_BYTES // 8
+FEW_CHUNKS = 4
+"""An estimate that is so many chunks, and so many times, too long is none: what is known is obsolete."""
 
 
 def chunk_numbers(digests: bytes) -> Sequence[int]:
@@ -80,6 +83,7 @@ class Links:
         tail = _tail(space)
         known = len(digests) // DIGEST_BYTES
         limits: dict[int, int] = {}  # chunks that a name has at most, where an older prompt says so
+        obsolete = False
         length, tokens, first = 0, 0, 0
         for place in range(len(keys) - 1, -1, -1):
             link = self._links.get(keys[place].name + tail)
@@ -89,11 +93,15 @@ class Links:
                 length, tokens, first = keys[place].length, link.tokens, place + 1
                 if place == len(keys) - 1:  # known, to the end
                     length, tokens = keys[place - 1].length if place else 0, 0
-                    if link.tokens == prompt_tokens:
+                    whole = min(prompt_tokens // chunk_tokens, known)
+                    if (link.tokens, link.chunks) == (prompt_tokens, whole):
                         return
                     first = place
                 break
-            limits[place] = _common(digests, link.digests)
+            common = _common(digests, link.digests)
+            obsolete = obsolete or link.chunks >= FEW_CHUNKS * max(common, 1)
+            if not obsolete and place < len(keys) - 1:  # where all of it ends is certain
+                limits[place] = common
         prompt = Prompt(digests[: known * DIGEST_BYTES])
         rest = keys[-1].length - length
         for place in range(first, len(keys)):
@@ -119,7 +127,7 @@ class Links:
 
 
 def _tail(space: int) -> bytes:
-    return bytes((space,)) if space else b""
+    return space.to_bytes(4, "little") if space else b""
 
 
 def _common(one: bytes, other: bytes) -> int:

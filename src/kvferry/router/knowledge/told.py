@@ -66,7 +66,8 @@ class Told:
         self.holders = Holders()
         self.nodes: dict[str, Node] = {}
         self._spaces: dict[bytes, int] = {}
-        self._numbered: dict[int, Space] = {}
+        self._next_space = 0
+        self.numbered: dict[int, Space] = {}  # namespaces, by number
         self._engines = 0
         self._shared_bits = 0
         self._members: dict[int, int] = {}  # who can get from these shared tiers; emptied when that changes
@@ -129,14 +130,15 @@ class Told:
             case wire.Speed():
                 engine = known.engines.get(event.engine)
                 if engine is not None:
-                    engine.prefill = PrefillModel(event.base_s, event.per_token_s, event.per_token2_s)
+                    model = PrefillModel(event.base_s, event.per_token_s, event.per_token2_s)
+                    engine.prefill = model if model.seconds(1) > 0 else None  # it has measured nothing
             case wire.Result():
                 pass
         return None
 
     def depths(self, space: int, link: Link) -> Depths | None:
         """Who has, or can get, how much of the prefix."""
-        known = self._numbered.get(space)
+        known = self.numbered.get(space)
         if known is None:
             return None
         numbers = chunk_numbers(link.digests)
@@ -160,14 +162,32 @@ class Told:
         return node
 
     def _space(self, node: Node, event: wire.Space) -> None:
-        number = self._spaces.get(event.namespace)
+        if not event.chunk_tokens:
+            return
+        if event.space not in node.spaces and len(node.spaces) >= MAX_SPACES:
+            used = _used(node)
+            oldest = next((at for at, space in node.spaces.items() if space.number not in used), None)
+            if oldest is None:
+                return
+            del node.spaces[oldest]
+        number = self._number(event.namespace)
+        if number is not None:
+            space = Space(number, event.namespace, event.label, event.chunk_tokens, event.chunk_bytes)
+            node.spaces[event.space] = self.numbered[number] = space
+
+    def _number(self, namespace: bytes) -> int | None:
+        """For all nodes. The oldest that no engine has any more makes room; no number is given twice."""
+        number = self._spaces.get(namespace)
         if number is None:
             if len(self._spaces) >= MAX_SPACES:
-                return
-            number = self._spaces[event.namespace] = len(self._spaces)
-        if event.chunk_tokens and (event.space in node.spaces or len(node.spaces) < MAX_SPACES):
-            space = Space(number, event.namespace, event.label, event.chunk_tokens, event.chunk_bytes)
-            node.spaces[event.space] = self._numbered[number] = space
+                used = set[int]().union(*map(_used, self.nodes.values()))
+                oldest = next((at for at in self.numbered if at not in used), None)
+                if oldest is None:
+                    return None
+                del self._spaces[self.numbered.pop(oldest).namespace]
+            number = self._spaces[namespace] = self._next_space
+            self._next_space += 1
+        return number
 
     def _up(self, node: Node, event: wire.EngineUp) -> Sized | None:
         engine = node.engines.get(event.engine)
@@ -253,3 +273,8 @@ class Told:
             limit = min(limit, max(engine.cache_tokens // space.chunk_tokens, 1))
         self.holders.held(place, numbers)
         self.holders.gone(place, engine.chunks.used(numbers, limit=limit))
+
+
+def _used(node: Node) -> set[int]:
+    """Numbers of the namespaces of its engines."""
+    return {engine.space.number for engine in node.engines.values() if engine.space is not None}
