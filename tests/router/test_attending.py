@@ -27,7 +27,13 @@ class Ward:
         self.changes: list[Change] = []
         self.in_flight: dict[str, int] = {}
         self.roster = Roster(in_flight=lambda url: self.in_flight.get(url, 0), limits=QUICK)
-        self.attendant = Attendant(self.roster, note=self.note, removed=self.left.append)
+        self.heard: dict[str, float] = {}
+        self.attendant = Attendant(
+            self.roster,
+            note=self.note,
+            removed=self.left.append,
+            heard_at=lambda url: self.heard.get(url, 0.0),
+        )
 
     def note(self, url: str, event: Callable[[Health], Change]) -> None:
         change = self.roster.note(url, event)
@@ -119,6 +125,22 @@ def test_a_deaf_worker_is_down_and_holds_up_nobody_else() -> None:
             assert ward.state(other.url) is State.UP
             deaf.behave(deaf=False)
             await until(lambda: ward.state(deaf.url) is State.UP)
+
+    run(test)
+
+
+def test_a_worker_too_busy_for_probes_is_up_as_long_as_it_answers_requests() -> None:
+    async def test() -> None:
+        async with answering({"/v1/models": ok(b'{"data":[]}')}) as url, _ward() as ward:
+            ward.heard[url] = float("inf")
+            worker = ward.add(url)
+            await until(lambda: worker.models is not None)
+            for _ in range(5):
+                due = worker.health.next_probe_at()
+                await until(lambda due=due: worker.health.next_probe_at() != due)
+            assert not ward.changes
+            ward.heard[url] = 0.0
+            await until(lambda: worker.state is State.DOWN)
 
     run(test)
 

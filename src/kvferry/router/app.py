@@ -123,6 +123,7 @@ class Router:
             self.roster,
             note=self.reception.note,
             removed=self._removed,
+            heard_at=self.proxy.heard_at,
             tls=worker_tls,
             headers=shown,
             clock=self.proxy.now,

@@ -40,18 +40,21 @@ class Attendant:
         *,
         note: Note,
         removed: Callable[[str], None],
+        heard_at: Callable[[str], float] = lambda _: 0.0,
         tls: Tls | None = None,
         headers: Mapping[str, str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """note: passes what was seen on to ``Roster.note``, and acts on it. removed: a worker has left.
 
+        heard_at: when an answer to a request came from there last, or a part of one; by this clock.
         headers: for ``/v1/models`` and ``/metrics``, which may want a key.
         """
         self.defects = 0
         self._roster = roster
         self._note = note
         self._removed = removed
+        self._heard_at = heard_at
         self._tls = tls
         self._headers = dict(headers or {})
         self._clock = clock
@@ -136,12 +139,14 @@ class Attendant:
             await self._models(worker)
 
     async def _probe(self, worker: Worker) -> Probed:
+        """A worker too busy for the question is not down: its answers to requests say so."""
+        began = self._clock()
         try:
             answer = await get(worker.url, "/health", timeout_s=worker.health.limits.timeout_s, tls=self._tls)
         except NobodyThereError:
             return Probed.REFUSED
         except KvferryError:
-            return Probed.MISSED
+            return Probed.WELL if self._heard_at(worker.url) > began else Probed.MISSED
         return Probed.MISSED if blames(answer.status) else Probed.WELL
 
     async def _began(self, worker: Worker) -> float | None:

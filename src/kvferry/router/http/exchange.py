@@ -292,7 +292,7 @@ class Exchange:
         guard = self._guard
         if guard is None:
             return
-        now = self.moved_at = self._proxy.now()
+        now = self.moved_at = guard.link.heard_at = self._proxy.now()
         if not self._started:
             self._start()
             guard.first_byte(now)

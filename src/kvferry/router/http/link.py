@@ -58,6 +58,7 @@ class Link:
         parts = urlsplit(url)
         self.url = url
         self.in_flight = 0
+        self.heard_at = 0.0  # bytes of an answer
         self.connects = 0
         self._secure = parts.scheme == "https"
         self._host = parts.hostname or ""

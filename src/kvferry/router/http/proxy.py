@@ -111,6 +111,11 @@ class Proxy:
         link = self._links.get(url)
         return link is not None and link.in_flight < self.limits.per_worker
 
+    def heard_at(self, url: str) -> float:
+        """When bytes of an answer came from there last; before all time, if none did."""
+        link = self._links.get(url)
+        return link.heard_at if link is not None else 0.0
+
     def in_flight(self, url: str) -> int:
         """Requests that hold a place there, also while it leaves."""
         link = self._links.get(url) or next((link for link in self._leaving if link.url == url), None)
