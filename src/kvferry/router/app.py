@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import logging
 import os
@@ -92,9 +93,16 @@ class Router:
             files = settings.tls
             self._tls = Contexts(lambda: server_context(files, TLS_LABELS), files)
         to_workers = settings.worker_tls
-        worker_tls: Contexts | None = None
+
+        @functools.cache
+        def contexts() -> Contexts:
+            return Contexts(lambda: client_context(to_workers, WORKER_TLS_LABELS), to_workers)
+
+        def worker_tls() -> ssl.SSLContext:
+            return contexts()()
+
         if any(worker.url.startswith("https:") for worker in settings.workers):
-            worker_tls = Contexts(lambda: client_context(to_workers, WORKER_TLS_LABELS), to_workers)
+            contexts()  # what cannot be used is said at once; workers at https may also come later
         limits = limits or settings.limits
         self.roster = Roster(
             in_flight=self._in_flight, limits=HealthLimits(interval_s=settings.probe_interval_s)

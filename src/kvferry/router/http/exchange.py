@@ -5,6 +5,7 @@ READING ──► WAITING ──► CONNECTING ──► SENT ──first byte�
 """
 
 import enum
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from kvferry.errors import RefusedError
@@ -61,6 +62,7 @@ class Exchange:
         "_started",
         "_status",
         "_tail",
+        "_told",
         "_tried",
         "_tunnel",
         "_why",
@@ -82,6 +84,7 @@ class Exchange:
         self._attempt: Attempt | None = None
         self._tried: dict[str, None] = {}
         self._sends = 0
+        self._told = False  # the desk, that it is on its way
         self._reused = False
         self._answer: AnswerHead | None = None
         self._followed: Body | None = None
@@ -131,13 +134,23 @@ class Exchange:
         if self.phase is Phase.READING:
             self._refuse(500, "the router failed at this request, which is a defect of it")
 
+    @property
+    def lane(self) -> Hashable:
+        """See ``waiting.Waiter``."""
+        order = self._order
+        return None if order is None else (order.pool, order.asked.model, *self._tried)
+
     def place(self) -> bool:
         """See ``waiting.Waiter``."""
         order = self._order
         if order is None or self.phase is not Phase.WAITING:
             return True
         proxy = self._proxy
-        among = [url for url in proxy.desk.candidates(order, self._tried) if proxy.has_room(url)]
+        try:
+            among = [url for url in proxy.desk.candidates(order, self._tried) if proxy.has_room(url)]
+        except TurnedAwayError as error:  # its model has gone while it waited
+            self._refuse(error.status, str(error))
+            return True
         if not among:
             return False
         flight = proxy.desk.begin(order, among=among, now=proxy.now())
@@ -206,7 +219,7 @@ class Exchange:
         except TurnedAwayError as error:
             self._refuse(error.status, str(error))
             return
-        if known and not proxy.waiting and self.place():
+        if known and not proxy.waiting.has(self.lane) and self.place():
             return
         if not known:
             if self._tried:
@@ -217,8 +230,6 @@ class Exchange:
         elif not proxy.waiting.join(self):
             proxy.count("queue_full")
             self._refuse(429, "too many requests wait; try again later", retry_after_s=proxy.retry_after_s)
-        else:
-            proxy.waiting.wake()
 
     def _reach(self) -> None:
         guard, order = self._guard, self._order
@@ -263,7 +274,10 @@ class Exchange:
             length=len(order.body) if with_body else None,
         )
         connection.send(self, method=head.method, head=written, body=order.body)
-        if self._sends == 1:
+        if self._client.stalled_at is not None:  # with an answer that came before
+            connection.stall(stalled=True)
+        if not self._told:
+            self._told = True
             self._proxy.desk.sent(order)
 
     # From the worker.
@@ -340,7 +354,9 @@ class Exchange:
             return
         if body.ends_with_connection or self._proxy.draining:
             self._head.close = True
-        self._client.write(answer_bytes(answer, request_id=self._id, close=self._head.close))
+        self._client.write(
+            answer_bytes(answer, request_id=self._id, close=self._head.close, worker=self.worker)
+        )
 
     def _failed(self, why: str, what: Failure | None) -> None:
         """Another worker, or the end."""
@@ -377,18 +393,23 @@ class Exchange:
 
     def _refuse(self, status: int, message: str, *, retry_after_s: int | None = None) -> None:
         close = self._head.close = self._head.close or self._proxy.draining
-        self._client.write(
-            refusal(status, message, request_id=self._id, retry_after_s=retry_after_s, close=close)
+        self._say(
+            status, refusal(status, message, request_id=self._id, retry_after_s=retry_after_s, close=close)
         )
-        self._proxy.answered_here(status)
         self._end(Ended.REFUSED if status < 500 else Ended.FAILED)
 
     def _reply(self, document: bytes) -> None:
         """What the router knows itself."""
         close = self._head.close = self._head.close or self._proxy.draining
-        self._client.write(own_answer(200, document, request_id=self._id, close=close))
-        self._proxy.answered_here(200)
+        self._say(200, own_answer(200, document, request_id=self._id, close=close))
         self._end(Ended.DONE)
+
+    def _say(self, status: int, answer: bytes) -> None:
+        """An answer of the router itself; to HEAD its head alone, or the rest would be the next answer."""
+        self._client.write(
+            answer if self._head.method != b"HEAD" else answer[: answer.index(b"\r\n\r\n") + 4]
+        )
+        self._proxy.answered_here(status)
 
     # The end.
 

@@ -254,10 +254,22 @@ def request_bytes(head: RequestHead, *, host: bytes, request_id: bytes, length: 
     return b"".join(parts)
 
 
-def answer_bytes(head: AnswerHead, *, request_id: bytes, close: bool) -> bytes:
-    """The head for a client."""
+def answer_bytes(head: AnswerHead, *, request_id: bytes, close: bool, worker: str = "") -> bytes:
+    """The head for a client. worker: the URL of whose it is: redirects to there lead to the router."""
     parts = [b"HTTP/1.1 %d " % head.status, head.reason, b"\r\n"]
-    _write(parts, (field for field in head.fields if field[0].lower() != b"x-request-id"))
+    fields: Iterable[tuple[bytes, bytes]] = head.fields
+    if worker and 300 <= head.status < 400:
+        origin = worker.encode() + b"/"
+        fields = [
+            (
+                name,
+                value[len(origin) - 1 :]
+                if name.lower() == b"location" and value.startswith(origin)
+                else value,
+            )
+            for name, value in fields
+        ]
+    _write(parts, (field for field in fields if field[0].lower() != b"x-request-id"))
     parts += (REQUEST_ID, b": ", request_id, b"\r\n")
     if head.status == 101:
         parts.append(b"Connection: upgrade\r\n")

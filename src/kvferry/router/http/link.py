@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from kvferry.errors import KvferryError
 from kvferry.router.health import Failure
 from kvferry.router.http.worker import WorkerConnection
 
@@ -120,8 +121,8 @@ class Link:
                 connection = await self._opened()
         except TimeoutError:
             why = f"no connection in {self._connect_s:g} s"
-        except (OSError, ssl.SSLError) as error:
-            why = f"no connection: {error.strerror or error}"
+        except (OSError, ssl.SSLError, UnicodeError, KvferryError) as error:
+            why = f"no connection: {getattr(error, 'strerror', None) or error}"
             what = Failure.REFUSED if isinstance(error, ConnectionRefusedError) else Failure.SILENT
         except asyncio.CancelledError:
             why = "the router stops"
@@ -136,12 +137,12 @@ class Link:
 
     async def _opened(self) -> WorkerConnection:
         self.connects += 1
-        context = self._tls() if self._secure and self._tls is not None else None
+        context = (self._tls or ssl.create_default_context)() if self._secure else None
         transport, connection = await asyncio.get_running_loop().create_connection(
             lambda: WorkerConnection(on_free=self._free, on_lost=self._lost),
             self._host,
             self._port,
-            ssl=context if self._secure else None,
+            ssl=context,
             server_hostname=self._host if self._secure else None,
         )
         self._all.add(connection)

@@ -1,14 +1,22 @@
-"""Requests for which no worker has room yet, first come first served. Bounded."""
+"""Requests for which no worker has room yet, in lanes: first come first served in each. Bounded.
 
-from collections.abc import Callable, Iterator
+All in a lane want the same workers. A lane that waits for a full worker holds up no other one.
+"""
+
+from collections.abc import Callable, Hashable
 from typing import Protocol
 
-LOOKED_AT = 64
-"""Of those that wait, when a place gets free: the first may want other workers."""
+LANES_LOOKED_AT = 64
+"""When a place gets free; the others are looked at when the next one does."""
 
 
 class Waiter(Protocol):
     """One that waits."""
+
+    @property
+    def lane(self) -> Hashable:
+        """The same for all that may be placed at the same workers."""
+        ...
 
     def place(self) -> bool:
         """Take a place now, if there is one for it."""
@@ -16,37 +24,48 @@ class Waiter(Protocol):
 
 
 class Waiting:
-    """Ordered by arrival."""
+    """Ordered by arrival, in each lane."""
 
     def __init__(self, limit: int, *, clock: Callable[[], float]) -> None:
         self._limit = limit
         self._clock = clock
-        self._since: dict[Waiter, float] = {}
+        self._lanes: dict[Hashable, dict[Waiter, float]] = {}
+        self._where: dict[Waiter, Hashable] = {}  # its lane
         self._waking = False
 
     def __len__(self) -> int:
-        return len(self._since)
+        return len(self._where)
+
+    def has(self, lane: Hashable) -> bool:
+        """Whether somebody waits there."""
+        return lane in self._lanes
 
     def join(self, waiter: Waiter) -> bool:
         """Whether there was room for it to wait."""
-        if len(self._since) >= self._limit:
+        if len(self._where) >= self._limit:
             return False
-        self._since[waiter] = self._clock()
+        key = self._where[waiter] = waiter.lane
+        self._lanes.setdefault(key, {})[waiter] = self._clock()
         return True
 
     def leave(self, waiter: Waiter) -> None:
         """It does not wait, any more."""
-        self._since.pop(waiter, None)
+        if waiter not in self._where:
+            return
+        key = self._where.pop(waiter)
+        lane = self._lanes[key]
+        del lane[waiter]
+        if not lane:
+            del self._lanes[key]
 
     def wake(self) -> None:
         """A place got free, or a worker came."""
-        if not self._since or self._waking:
+        if not self._lanes or self._waking:
             return
         self._waking = True
         try:
-            for waiter in list(self._first()):
-                if waiter in self._since and waiter.place():
-                    self._since.pop(waiter, None)
+            for key in list(self._lanes)[:LANES_LOOKED_AT]:
+                self._place(key)
         finally:
             self._waking = False
 
@@ -54,14 +73,18 @@ class Waiting:
         """Those that have waited for so long."""
         since = self._clock() - seconds
         found = []
-        for waiter, joined in self._since.items():
-            if joined > since:
-                break
-            found.append(waiter)
+        for lane in self._lanes.values():
+            for waiter, joined in lane.items():
+                if joined > since:
+                    break
+                found.append(waiter)
         return found
 
-    def _first(self) -> Iterator[Waiter]:
-        for count, waiter in enumerate(self._since):
-            if count == LOOKED_AT:
+    def _place(self, key: Hashable) -> None:
+        """As many of the lane as find a place. It comes last the next time."""
+        while key in self._lanes:
+            waiter = next(iter(self._lanes[key]))
+            if not waiter.place():
+                self._lanes[key] = self._lanes.pop(key)
                 return
-            yield waiter
+            self.leave(waiter)

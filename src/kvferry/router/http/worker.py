@@ -43,6 +43,7 @@ class WorkerConnection(asyncio.Protocol):
         "_on_free",
         "_on_lost",
         "_receiver",
+        "_stalled",
         "_tunnel",
         "answered",
         "transport",
@@ -65,6 +66,7 @@ class WorkerConnection(asyncio.Protocol):
         self._body: Body | None = None
         self._tunnel = False
         self._keep = True
+        self._stalled = False
 
     @property
     def silent(self) -> bool:
@@ -93,6 +95,7 @@ class WorkerConnection(asyncio.Protocol):
         transport = self.transport
         if transport is None or transport.is_closing():
             return
+        self._stalled = stalled
         if stalled:
             transport.pause_reading()
         else:
@@ -190,11 +193,20 @@ class WorkerConnection(asyncio.Protocol):
                 return
         self._receiver = None
         self.answered += 1
-        if self._keep and end == len(data) and self.transport is not None and not self.transport.is_closing():
+        if self._keep and end == len(data) and self._is_free():
             self._on_free(self)
         else:
             self._close()
         receiver.answer_end()
+
+    def _is_free(self) -> bool:
+        """Of the request nothing is left to send, and the next answer will be read."""
+        transport = self.transport
+        if transport is None or transport.is_closing() or transport.get_write_buffer_size():
+            return False
+        if self._stalled:  # by the client that had this answer
+            self.stall(stalled=False)
+        return True
 
     def _lose(self, why: str) -> None:
         receiver, self._receiver = self._receiver, None
