@@ -3,8 +3,9 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.runs import runs
 
 from kvferry.router.pace import (
     ASSUMED_PREFILL,
@@ -84,6 +85,7 @@ def test_a_worker_nothing_is_known_of_is_typical() -> None:
     assert Pace(typical).factor(0.0) == pytest.approx(2.0, rel=0.1)
 
 
+@settings(max_examples=runs(100), deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 1e4), st.floats(0, 1e4)), max_size=40))
 def test_a_factor_stays_within_bounds_whatever_is_seen(times: list[tuple[float, float]]) -> None:
     pace = Pace(Typical())

@@ -1,8 +1,9 @@
 """What a request costs at a worker."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.runs import runs
 
 from kvferry.costs import PrefillModel
 from kvferry.feed.wire import Level
@@ -77,6 +78,7 @@ def test_tiers_that_nobody_measured_are_assumed() -> None:
     assert shared_level({}) is Level.VALKEY
 
 
+@settings(max_examples=runs(100), deadline=None)
 @given(
     tokens=st.integers(0, 100_000),
     parts=st.tuples(st.integers(0, 100_000), st.integers(0, 100_000), st.integers(0, 100_000)),

@@ -4,8 +4,9 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.runs import runs
 
 from kvferry.errors import RefusedError
 from kvferry.router.contract import Key
@@ -280,6 +281,7 @@ def turned(value: Any) -> Any:
     return [turned(inner) for inner in value] if isinstance(value, list) else value
 
 
+@settings(max_examples=runs(100), deadline=None)
 @given(messages=MESSAGES)
 def test_order_of_keys_and_white_space_change_no_name(messages: list[dict[str, Any]]) -> None:
     one = json.dumps({"model": "m", "messages": messages, "tools": messages}).encode()
@@ -287,6 +289,7 @@ def test_order_of_keys_and_white_space_change_no_name(messages: list[dict[str, A
     assert READER.read(CHAT, one).keys == READER.read(CHAT, other).keys
 
 
+@settings(max_examples=runs(100), deadline=None)
 @given(one=MESSAGES, other=MESSAGES)
 def test_equal_names_mean_equal_prefixes(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
     for count in range(1, min(len(one), len(other)) + 1):
@@ -298,6 +301,7 @@ def test_equal_names_mean_equal_prefixes(one: list[dict[str, Any]], other: list[
         assert not same or first == second
 
 
+@settings(max_examples=runs(100), deadline=None)
 @given(parts=st.lists(st.text(max_size=30), min_size=2, max_size=5), cut=st.integers(0, 3))
 def test_where_one_message_ends_and_the_next_begins_matters(parts: list[str], cut: int) -> None:
     whole = chat(*(("user", part) for part in parts))
@@ -306,6 +310,7 @@ def test_where_one_message_ends_and_the_next_begins_matters(parts: list[str], cu
     assert chat(*(("user", part) for part in joined))[-1].name != whole[-1].name
 
 
+@settings(max_examples=runs(100), deadline=None)
 @given(common=st.integers(0, 40_000), one=st.integers(1, 9000), other=st.integers(1, 9000))
 def test_two_texts_share_the_names_of_what_they_share(common: int, one: int, other: int) -> None:
     start = "ab" * (common // 2)

@@ -3,6 +3,7 @@
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.runs import runs
 
 from kvferry.feed.wire import Level
 from kvferry.router.knowledge import holders as module
@@ -60,7 +61,7 @@ class HoldersMachine(RuleBasedStateMachine):
 
 
 TestHolders = HoldersMachine.TestCase
-TestHolders.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHolders.settings = settings(max_examples=runs(60), stateful_step_count=40, deadline=None)
 
 
 def test_bits_of_forgotten_places_are_used_again() -> None:

@@ -3,8 +3,9 @@
 from hashlib import blake2b
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.runs import runs
 
 from kvferry.feed.wire import (
     AnyEvent,
@@ -221,6 +222,7 @@ EVENTS = st.one_of(
 )
 
 
+@settings(max_examples=runs(60), deadline=None)
 @given(events=st.lists(st.tuples(st.sampled_from(["na", "nb"]), EVENTS), max_size=25))
 def test_an_event_that_comes_twice_is_as_good_as_once(events: list[tuple[str, AnyEvent]]) -> None:
     made = []

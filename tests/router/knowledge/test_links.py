@@ -2,8 +2,9 @@
 
 from hashlib import blake2b
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.runs import runs
 
 from kvferry.router.contract import Key
 from kvferry.router.knowledge.links import Links, chunk_numbers
@@ -119,6 +120,7 @@ def test_chunks_are_numbered_by_the_heads_of_their_digests() -> None:
     assert list(chunk_numbers(digests[:70])) == list(chunk_numbers(digests))[:2]
 
 
+@settings(max_examples=runs(60), deadline=None)
 @given(texts=st.lists(st.text("ab", min_size=1, max_size=120), min_size=1, max_size=12))
 def test_no_prefix_is_taken_for_chunks_it_does_not_have(texts: list[str]) -> None:
     """Tokens and characters are one here, so that every estimate is exact."""

@@ -2,8 +2,9 @@
 
 from collections import OrderedDict
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.runs import runs
 
 from kvferry.router.contract import Key
 from kvferry.router.knowledge.seen import MIN_CAPACITY_TOKENS, Seen
@@ -124,6 +125,7 @@ def test_a_prefix_held_by_very_many_is_found_at_all_of_them() -> None:
     assert (place, mask) == (0, (1 << 200) - 1)
 
 
+@settings(max_examples=runs(60), deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 30), st.sampled_from(["", "x", "y"]), st.integers(0, 1)),

@@ -89,14 +89,12 @@ class Links:
             link = self._links.get(keys[place].name + tail)
             if link is None:
                 continue
-            if digests.startswith(link.digests) and link.tokens <= prompt_tokens:
+            if place == len(keys) - 1:
+                whole = min(prompt_tokens // chunk_tokens, known)
+                if (link.tokens, link.chunks) == (prompt_tokens, whole) and digests.startswith(link.digests):
+                    return  # known to its end
+            elif digests.startswith(link.digests) and link.tokens <= prompt_tokens:
                 length, tokens, first = keys[place].length, link.tokens, place + 1
-                if place == len(keys) - 1:  # known, to the end
-                    length, tokens = keys[place - 1].length if place else 0, 0
-                    whole = min(prompt_tokens // chunk_tokens, known)
-                    if (link.tokens, link.chunks) == (prompt_tokens, whole):
-                        return
-                    first = place
                 break
             common = _common(digests, link.digests)
             obsolete = obsolete or link.chunks >= FEW_CHUNKS * max(common, 1)
