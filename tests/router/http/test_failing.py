@@ -148,6 +148,26 @@ def test_a_kept_connection_that_the_worker_closed_is_no_failure() -> None:
     run(test)
 
 
+def test_a_kept_connection_that_closes_at_the_next_request_is_replaced_at_the_same_worker() -> None:
+    async def test() -> None:
+        seen: list[bytes] = []
+
+        async def closing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            """Answers one, and is gone when the next has come."""
+            await saying(WHOLE, then="")(reader, writer)
+            seen.append(await reader.readuntil(b"\r\n\r\n"))
+
+        async with scripted(closing) as url, routing(url) as router, client(router) as one:
+            for _ in range(4):
+                one.post(CHAT, prompt())
+                assert (await one.answer()).body == b"ok"
+            assert len(seen) == 3
+            assert router.proxy.statistics().ended == {"done": 4}
+            assert "worker_lost" not in events(router)
+
+    run(test)
+
+
 def test_a_stream_whose_worker_dies_ends_with_an_error_and_never_properly() -> None:
     async def test() -> None:
         async with mocks(1, step_s=0.002) as (worker,), routing(worker.url) as router, client(router) as one:

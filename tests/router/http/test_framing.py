@@ -15,6 +15,7 @@ from kvferry.router.http.usage import Tail
 CHUNKS = st.lists(st.binary(min_size=1, max_size=40), max_size=8)
 CUTS = st.lists(st.integers(0, 400), max_size=12)
 AFTER = st.binary(max_size=20)
+TRAILERS = st.sampled_from([b"", b"A: b\r\n", b"A: b\r\nC: d\r\n"])
 REQUEST = b"POST /v1/chat/completions?a=b HTTP/1.1\r\nHost: h\r\nContent-Length: 12\r\nX-A: b\r\n\r\n"
 
 STREAMED = [
@@ -38,9 +39,7 @@ def followed(body: Body, data: bytes, cuts: Sequence[int]) -> tuple[int, bytes]:
     return GOES_ON, b"".join(content)
 
 
-@given(
-    chunks=CHUNKS, cuts=CUTS, after=AFTER, trailer=st.sampled_from([b"", b"A: b\r\n", b"A: b\r\nC: d\r\n"])
-)
+@given(chunks=CHUNKS, cuts=CUTS, after=AFTER, trailer=TRAILERS)
 def test_a_chunked_body_ends_where_it_ends_however_it_is_cut(
     chunks: list[bytes], cuts: list[int], after: bytes, trailer: bytes
 ) -> None:
