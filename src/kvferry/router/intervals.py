@@ -7,6 +7,7 @@ Nagaraja, Order Statistics, 7.1); a share's is Wilson's. Where so few samples ca
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 
 CONFIDENCE = 0.95
@@ -33,16 +34,11 @@ def quantile(samples: Sequence[float], q: float, *, confidence: float = CONFIDEN
     if n == 0:
         return None
     ordered = sorted(samples)
-    value = ordered[min(n - 1, max(0, math.ceil(q * n) - 1))]
-    below = _at_most(n, q)
-    tail = (1 - confidence) / 2
-    # P(at most k - 1 samples below the quantile) <= tail: the k-th smallest is below it, but for that.
-    low = next((k for k in range(n, 0, -1) if below[k - 1] <= tail), None)
-    high = next((k for k in range(1, n + 1) if 1 - below[k - 1] <= tail), None)
+    low, high = _ranks(n, q, (1 - confidence) / 2)
     return Estimate(
-        value,
-        ordered[low - 1] if low is not None else None,
-        ordered[high - 1] if high is not None else None,
+        ordered[min(n - 1, max(0, math.ceil(q * n) - 1))],
+        ordered[low - 1] if low else None,
+        ordered[high - 1] if high else None,
         n,
     )
 
@@ -73,12 +69,21 @@ def paired(confidence: float = CONFIDENCE) -> float:
     return 1 - (1 - confidence) / 2
 
 
-def _at_most(n: int, q: float) -> list[float]:
-    """P(X <= k) for k = 0 ... n, X binomial."""
-    log_q, log_p = math.log(q), math.log1p(-q)
-    total, found = 0.0, []
-    for k in range(n + 1):
-        chosen = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
-        total += math.exp(chosen + k * log_q + (n - k) * log_p)
-        found.append(min(1.0, total))
-    return found
+@lru_cache(maxsize=64)
+def _ranks(n: int, q: float, tail: float) -> tuple[int, int]:
+    """The largest rank that is below the quantile, and the smallest that is not, but for the tail; 0: none.
+
+    The k-th smallest is above the quantile where at most k - 1 samples are below it: X <= k - 1, X binomial.
+    """
+    begin = max(0, math.floor(n * q - 9 * math.sqrt(n * q * (1 - q))))  # what is below is beyond counting
+    chosen = math.lgamma(n + 1) - math.lgamma(begin + 1) - math.lgamma(n - begin + 1)
+    exactly = math.exp(chosen + begin * math.log(q) + (n - begin) * math.log1p(-q))
+    at_most, low = 0.0, 0
+    for k in range(begin, n):
+        at_most += exactly
+        if at_most <= tail:
+            low = k + 1
+        if 1 - at_most <= tail:
+            return low, k + 1
+        exactly *= (n - k) / (k + 1) * q / (1 - q)
+    return low, 0

@@ -191,6 +191,33 @@ def test_a_conversation_stays_where_its_prefix_is(fleet: Fleet) -> None:
             messages.append({"role": "assistant", "content": answer.choices[0].message.content})
 
 
+def test_callers_share_no_prefix_whatever_they_send(fleet: Fleet) -> None:
+    def cached(key: str, **body: object) -> int:
+        client = fleet.client().with_options(api_key=key)
+        answer = client.chat.completions.create(
+            **said("Secrets." + WORD * 600, max_tokens=1), extra_body=body
+        )
+        details = answer.usage.prompt_tokens_details if answer.usage is not None else None
+        return details.cached_tokens or 0 if details is not None else 0
+
+    assert cached("one") == 0
+    assert cached("one") >= 512
+    assert cached("two") == 0
+    assert cached("two", cache_salt="own") == 0
+    assert cached("one", cache_salt="own") == 0
+    assert cached("two", cache_salt="own") >= 512
+    for salt in ("", 5, "a/b", "x" * 129):
+        with pytest.raises(openai.BadRequestError, match="cache_salt"):
+            cached("one", cache_salt=salt)
+    assert cached("one") >= 512  # the engines live on
+
+
+def test_engines_tell_when_their_process_began(fleet: Fleet) -> None:
+    assert all(
+        re.search(r"^process_start_time_seconds [0-9.e+]+$", page(url), re.MULTILINE) for url in fleet.urls
+    )
+
+
 def test_a_client_that_leaves_frees_the_engine(fleet: Fleet) -> None:
     stream = fleet.client().chat.completions.create(
         **{**said("Tell me a long story."), "max_tokens": 3000}, stream=True, extra_body={"ignore_eos": True}
