@@ -11,6 +11,8 @@ from kvferry.feed.log import Log
 from kvferry.feed.parts import Parts
 from kvferry.feed.picture import SLICE_DIGESTS, Picture
 from kvferry.feed.wire import (
+    MAX_EVENTS,
+    MAX_TEXT,
     PROTOCOL,
     AnyEvent,
     Cleared,
@@ -24,6 +26,7 @@ from kvferry.feed.wire import (
     Level,
     Prompt,
     Rate,
+    Result,
     Space,
     Speed,
 )
@@ -173,6 +176,16 @@ def test_no_frame_is_larger_than_a_router_takes() -> None:
         numbered(frame)
         frames += 1
     assert frames == 4  # of 8 events each
+
+
+def test_long_texts_make_no_frame_too_large_either() -> None:
+    """A request's id is its client's, who may like it long."""
+    log = Log(max_bytes=1 << 30)
+    log.append([Result(1, "\U0001f6a2" * MAX_TEXT, 0, 0, 0, 0, "\U0001f6a2" * MAX_TEXT)] * MAX_EVENTS)
+    at = 1
+    while at < log.next:
+        frame, at = log.frame(at)
+        numbered(frame)
 
 
 # ---- parts

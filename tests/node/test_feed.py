@@ -4,7 +4,10 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 from tests.feed.following import Following
@@ -27,11 +30,12 @@ from kvferry.addresses import Address
 from kvferry.cli.main import main
 from kvferry.client.messages import Prefill, Report, ReserveOutcome
 from kvferry.feed.wire import Level
-from kvferry.identity.names import PartKey
+from kvferry.identity.names import PartKey, PartRef
 from kvferry.identity.stripes import part_checksums
 from kvferry.keeper.wire import Where
 from kvferry.node import feed
 from kvferry.node.node import Node
+from kvferry.node.prefetch import Prefetches
 from kvferry.testing.expectations import eventually
 from kvferry.testing.memory_tier import MemoryTier
 from kvferry.tiers.contract import Outcome
@@ -262,6 +266,55 @@ def test_a_busy_node_declines_what_routers_expect(
     assert node.statistics().feed.prefetches <= feed.MAX_PREFETCHES  # type: ignore[union-attr]
     tier.release()
     at_rest(node)
+
+
+def test_what_a_router_expects_is_asked_for_a_few_parts_at_a_time(
+    node: Node,
+    follow: Callable[[], Following],
+    engine: Engine,
+    tier: MemoryTier,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(feed, "PREFETCH_PARTS", 2)
+    asked: list[int] = []
+    begin = Prefetches.begin
+
+    def counting(self: Prefetches, refs: list[PartRef], **how: Any) -> None:
+        asked.append(len(refs))
+        begin(self, refs, **how)
+
+    monkeypatch.setattr(Prefetches, "begin", counting)
+    following = follow()
+    chunks = digests(7)
+    fill_tier(tier, chunks)
+    for _ in range(feed.MAX_PREFETCHES + 3):
+        seen = node.statistics().feed.prefetches  # type: ignore[union-attr]
+        following.prefetch(NAMESPACE.namespace, chunks)
+        eventually(lambda seen=seen: node.statistics().feed.prefetches > seen, "begun")  # type: ignore[union-attr,misc]
+        at_rest(node)
+    assert following.view.at(Level.MEMORY) == set(chunks)
+    assert max(asked) <= 2
+
+
+def test_routers_that_ask_for_more_than_a_node_looks_at_are_not_heard(
+    node: Node, follow: Callable[[], Following], engine: Engine
+) -> None:
+    """What is there already costs a look at each part as well."""
+    following = follow()
+    chunks = digests(2)
+    engine.save(chunks)
+    at_rest(node)
+    asked, gate = 5 * feed.MAX_PREFETCHES, Event()
+    node._loop.post(partial(gate.wait, WAIT_S))
+    try:
+        for _ in range(asked):
+            following.prefetch(NAMESPACE.namespace, chunks)
+        counts = node._feed
+        assert counts is not None
+        eventually(lambda: counts.prefetches_declined == asked - feed.MAX_PREFETCHES, "declined")
+    finally:
+        gate.set()
+    eventually(lambda: node.statistics().feed.prefetches == feed.MAX_PREFETCHES, "looked at")  # type: ignore[union-attr]
 
 
 def test_who_comes_later_knows_what_those_before_know(

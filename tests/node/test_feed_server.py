@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -423,3 +424,20 @@ def test_an_address_in_use_is_said_in_one_line(server: FeedServer) -> None:
 
 def replace_hello(**changes: Any) -> Hello:
     return Hello(protocol=PROTOCOL, version=__version__, **changes)
+
+
+def test_who_was_told_that_it_is_behind_hears_when_it_is_not(stack: ExitStack) -> None:
+    """What waits then would wait until something else happens."""
+    server = FeedServer(LOOPBACK, node="here", epoch=7, behind="")
+    stack.callback(server.close)
+    told, gate = threading.Event(), threading.Event()
+    server.start(prefetch=lambda message: None, joined=told.set)
+    server._loop.post(partial(gate.wait, WAIT_S))
+    try:
+        while not server.busy:
+            server.publish([SPACE])
+        assert not told.is_set()
+    finally:
+        gate.set()
+    assert told.wait(WAIT_S)
+    assert not server.busy

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 from kvferry.errors import BrokenError
 from kvferry.feed.framing import encode
-from kvferry.feed.wire import MAX_EVENTS, AnyEvent, Events, Gone, Held, Prompt
+from kvferry.feed.wire import MAX_EVENTS, AnyEvent, EngineUp, Events, Gone, Held, Prompt, Result, Space
 from kvferry.identity.names import DIGEST_BYTES
 
 MAX_BYTES = 32 << 20
 MAX_FRAME_DIGESTS = 1 << 15
 """In one frame, with one event more than reaches it: three quarters of what a frame may have."""
+MAX_FRAME_TEXT_BYTES = 1 << 19
+CHARACTER_BYTES = 4
+"""At most."""
 EVENT_BYTES = 300
 BATCH_BYTES = 500
 
@@ -72,13 +75,14 @@ class Log:
 def _frames(events: Sequence[AnyEvent]) -> Iterator[tuple[AnyEvent, ...]]:
     """As many together as a frame takes."""
     few: list[AnyEvent] = []
-    digests = 0
+    digests = text_bytes = 0
     for event in events:
         few.append(event)
         digests += _digests(event)
-        if len(few) == MAX_EVENTS or digests >= MAX_FRAME_DIGESTS:
+        text_bytes += _text_bytes(event)
+        if len(few) == MAX_EVENTS or digests >= MAX_FRAME_DIGESTS or text_bytes >= MAX_FRAME_TEXT_BYTES:
             yield tuple(few)
-            few, digests = [], 0
+            few, digests, text_bytes = [], 0, 0
     if few:
         yield tuple(few)
 
@@ -87,6 +91,16 @@ def _digests(event: AnyEvent) -> int:
     return len(event.digests) // DIGEST_BYTES if isinstance(event, Held | Gone | Prompt) else 0
 
 
+def _text_bytes(event: AnyEvent) -> int:
+    match event:
+        case Prompt(request_id=text) | EngineUp(name=text) | Space(label=text):
+            return CHARACTER_BYTES * len(text)
+        case Result(request_id=text, reason=reason):
+            return CHARACTER_BYTES * (len(text) + len(reason))
+        case _:
+            return 0
+
+
 def _bytes(event: AnyEvent) -> int:
     """Of memory, with the frame that it becomes."""
-    return EVENT_BYTES + 2 * DIGEST_BYTES * _digests(event)
+    return EVENT_BYTES + 2 * (DIGEST_BYTES * _digests(event) + _text_bytes(event))

@@ -111,8 +111,8 @@ class Picture:
         return [event]
 
     def count(self, level: Level) -> int:
-        """How many chunks are known to be at this level."""
-        return sum(chunks.count for (at, _, _), chunks in self._shelves.items() if at is level)
+        """How many chunks are known to be at this level. From any thread."""
+        return sum(chunks.count for (at, _, _), chunks in list(self._shelves.items()) if at is level)
 
     def chunks(self, level: Level, space: int, engine: int = 0) -> set[bytes]:
         """All of them, for tests."""

@@ -5,8 +5,11 @@ What memory holds is noted by the pool itself (``pool.changes``); what the tier 
 pool until it is much: a router that comes later needs only what is there then.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 from kvferry.addresses import Address
 from kvferry.feed.framing import split
@@ -25,7 +28,7 @@ from kvferry.feed.wire import (
     Space,
     Speed,
 )
-from kvferry.identity.names import PartRef
+from kvferry.identity.names import DIGEST_BYTES, PartRef
 from kvferry.keeper.wire import Where
 from kvferry.node.feedserver import FeedServer, FeedStatistics
 from kvferry.node.prefetch import Prefetches
@@ -35,8 +38,8 @@ from kvferry.node.wire import Attach, Came, Lookup, Prefill, Report, Role
 from kvferry.pool.catalogue import Catalogue
 from kvferry.tiers.contract import Outcome
 
-MAX_CHANGED_PER_TURN = 4096
-"""Looked at in one turn of the loop, at about a microsecond each."""
+MAX_CHANGED_PER_TURN = 512
+"""Looked at in one turn of the loop, at one to five microseconds each."""
 MAX_PENDING = 1 << 16
 """Events that wait to be handed over: beyond it those of requests are left out."""
 RATES_S = 1.0
@@ -44,6 +47,8 @@ NOTICED = 0.1
 """A rate or speed that changed by this fraction is told anew."""
 MAX_PREFETCHES = 16
 PREFETCH_CHUNKS = 1024
+PREFETCH_PARTS = 256
+"""Asked for in one turn of the loop, at about five microseconds each."""
 PREFETCH_S = 5.0
 SPARED_S = 60.0
 """What was stored or used within this time is not evicted for what a router expects."""
@@ -69,6 +74,7 @@ class Feed:
         self._rates_due = 0.0
         self._pending: list[AnyEvent] = []
         self._engine_number = 0
+        self._expected: deque[Prefetch] = deque()  # from the feed's thread to the loop's
         self._prefetching = 0
         self.dropped_events = 0
         self.prefetches = 0
@@ -262,29 +268,53 @@ class Feed:
 
     def prefetch(self, message: Prefetch) -> None:
         """From the feed's thread: a request for these chunks is on its way here."""
-        if self._state is not None:
-            self._state.loop.post(partial(self._begin_prefetch, self._state, message))
+        if self._state is None:
+            return
+        if len(self._expected) >= MAX_PREFETCHES:
+            self.prefetches_declined += 1
+            return
+        self._expected.append(message)
+        self._state.loop.post(partial(self._begin_prefetch, self._state))
 
-    def _begin_prefetch(self, state: NodeState, message: Prefetch) -> None:
+    def _begin_prefetch(self, state: NodeState) -> None:
+        message = self._expected.popleft()
         space = state.namespaces.get(message.namespace)
-        if space is None or self._prefetches is None or state.tier is None:
+        if space is None or state.tier is None:
             return
         if self._prefetching >= MAX_PREFETCHES:
             self.prefetches_declined += 1
             return
         self._prefetching += 1
         self.prefetches += 1
-        now = state.loop.clock()
-        self._prefetches.begin(
-            list(space.refs(split(message.chunks)[:PREFETCH_CHUNKS])),
-            within_s=PREFETCH_S,
-            mark=self._ages(now - SPARED_S) or 1,
-            done=self._prefetched,
-        )
+        chunks = split(message.chunks[: PREFETCH_CHUNKS * DIGEST_BYTES])
+        mark = self._ages(state.loop.clock() - SPARED_S) or 1
+        self._bring(state, _Bringing(space.refs(chunks), mark))
 
-    def _prefetched(self, counts: dict[str, object]) -> None:
+    def _bring(self, state: NodeState, bringing: "_Bringing") -> None:
+        """A few parts; the others in later turns, so that lookups need not wait for them."""
+        refs = list(islice(bringing.refs, PREFETCH_PARTS))
+        if not refs or self._prefetches is None:
+            self._brought(bringing, {})
+            return
+        bringing.open += 1
+        state.loop.post(partial(self._bring, state, bringing))
+        done = partial(self._brought, bringing)
+        self._prefetches.begin(refs, within_s=PREFETCH_S, mark=bringing.mark, done=done)
+
+    def _brought(self, bringing: "_Bringing", counts: dict[str, object]) -> None:
         del counts
-        self._prefetching -= 1
+        bringing.open -= 1
+        if not bringing.open:
+            self._prefetching -= 1
+
+
+@dataclass(slots=True)
+class _Bringing:
+    """What one router expects. open: questions to the tier without an answer, and one until all are asked."""
+
+    refs: Iterator[PartRef]
+    mark: int
+    open: int = 1
 
 
 def _numbers(speed: Prefill | None) -> tuple[float, ...]:

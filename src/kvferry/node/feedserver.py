@@ -298,6 +298,8 @@ class FeedServer:
 
     def _take(self, events: Sequence[AnyEvent]) -> None:
         self._taken += 1
+        if self._handed - self._taken == MAX_HANDED:  # who was told that it is behind may wait for this
+            self.joined()
         self._publish(events)
 
     def _look(self) -> None:
