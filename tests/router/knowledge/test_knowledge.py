@@ -358,3 +358,22 @@ def test_an_engine_that_says_zero_for_its_speed_is_not_infinitely_fast(knowledge
     assert knowledge.prefill(knowledge.worker("wa")) is not None
     knowledge.apply("na", Speed(1, 0.0, 0.0, 0.0))
     assert knowledge.prefill(knowledge.worker("wa")) is None
+
+
+def test_a_worker_gets_neither_the_cache_nor_its_size_of_one_that_had_its_number(
+    knowledge: Knowledge,
+) -> None:
+    knowledge.capacity("wx", 5000)
+    number = knowledge.worker("wx").number
+    knowledge.worker_lost("wx")
+    assert knowledge.worker("wy").number == number
+    assert knowledge.seen.cache(number).capacity > 5000
+
+
+def test_a_shared_tier_that_was_cleared_shares_nothing_when_its_bit_is_somebody_elses(
+    knowledge: Knowledge,
+) -> None:
+    knowledge.apply("na", Held(Level.VALKEY, 0, 1, digests("p", 2)))
+    assert knowledge.told._shared_bits
+    knowledge.apply("na", Cleared(Level.VALKEY, 0))
+    assert not knowledge.told._shared_bits
