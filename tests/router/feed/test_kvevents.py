@@ -98,6 +98,21 @@ def test_a_block_whose_beginning_is_not_known_is_counted_and_left_out() -> None:
     assert blocks.orphans == 1
 
 
+def test_blocks_that_vllm_leaves_out_or_has_in_part_change_nothing() -> None:
+    """Of windows it stores some blocks of a run, of states those that are not full: with all tokens."""
+    blocks, tokens = Blocks("w"), list(range(8))
+    view = View()
+    for event in blocks.take(batch(stored(tokens))):
+        view.apply("w", event)
+    before = held(view)
+    assert blocks.take(batch(BlockStored([], 101, list(range(12)), 4))) == []
+    assert blocks.take(batch(BlockStored([200], 101, list(range(12)), 4))) == []
+    assert blocks.take(batch(BlockStored([201], 101, [8, 9], 2))) == []
+    for event in blocks.take(batch(stored([8, 9, 10, 11], parent=101, first=102))):
+        view.apply("w", event)
+    assert held(view) == {*before, chain(list(range(12)), 4)[2]}
+
+
 def test_other_media_and_other_groups_are_not_the_engines_own_cache() -> None:
     blocks = Blocks("w")
     assert blocks.take(batch(stored([1, 2, 3, 4], medium="CPU"), stored([1, 2, 3, 4], group_idx=1))) == []

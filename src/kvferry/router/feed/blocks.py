@@ -101,7 +101,7 @@ class Blocks:
 
     def __init__(self, name: str, *, max_blocks: int = MAX_BLOCKS) -> None:
         self.block_tokens = 0
-        self.orphans = 0  # blocks that follow one that is not known
+        self.orphans = 0  # blocks that cannot be named, as those that follow one that is not known
         self._name = name
         self._max_blocks = max_blocks
         self._names: OrderedDict[Hash, bytes] = OrderedDict()
@@ -134,8 +134,11 @@ class Blocks:
 
     def _stored(self, event: BlockStored) -> list[AnyEvent]:
         size, count = event.block_size, len(event.block_hashes)
-        if not 0 < size <= MAX_BLOCK_TOKENS or len(event.token_ids) != size * count:
+        if not 0 < size <= MAX_BLOCK_TOKENS or len(event.token_ids) < size * count:
             raise RefusedError(f"{count} blocks of {size} tokens with {len(event.token_ids)} tokens")
+        if size < self.block_tokens or len(event.token_ids) > size * count:
+            self.orphans += count  # a block that is not full yet, or blocks with others left out between them
+            return []
         told = [] if size == self.block_tokens else self._begin(size)
         parent = _root(size) if event.parent_block_hash is None else self._names.get(event.parent_block_hash)
         if parent is None:
@@ -155,7 +158,7 @@ class Blocks:
         return told
 
     def _begin(self, block_tokens: int) -> list[AnyEvent]:
-        """The first block says how large they are."""
+        """The largest block says how large they are."""
         self._names.clear()
         self.block_tokens = block_tokens
         namespace = blake2b(b"vllm" + block_tokens.to_bytes(4, "little"), digest_size=NAMESPACE_BYTES)
