@@ -246,8 +246,8 @@ class Follower:
             self._events += 1
             for piece in _pieces(event):
                 self._knowledge.apply(self.name, piece)
-            if isinstance(event, Held | Gone):
-                await asyncio.sleep(0)
+                if isinstance(event, Held | Gone):
+                    await asyncio.sleep(0)
 
     def _followed(self) -> None:
         self.state = State.FOLLOWED
