@@ -378,20 +378,23 @@ async def _serve(settings: RouterSettings, read: Callable[[], RouterSettings]) -
             log.error("the settings stay as they are: %s", error)
 
     loop.add_signal_handler(signal.SIGHUP, again)
-    with contextlib.ExitStack() as stack:
+    async with contextlib.AsyncExitStack() as stack:
         await router.start()
+        stopping = stack.push_async_callback(router.stop)
         socket_path = settings.admin_socket or admin_sockets() / f"router-{router.address.port}.sock"
         admin = Admin(socket_path, orders(router, reload))
+        stack.push_async_callback(admin.close)
         await admin.start()
         _serve_metrics(router, stack)
         log.info("kvferry %s router at %s: %d workers", __version__, router.address, len(settings.workers))
+        if not ipaddress.ip_address(settings.listen.host).is_loopback and settings.tls is None:
+            log.warning("API keys can be read on the way to %s: --tls-cert talks TLS", router.address)
         await ended.wait()
-        await router.stop()
-        await admin.close()
+        await stopping()  # before metrics and admin go
     return 0
 
 
-def _serve_metrics(router: Router, stack: contextlib.ExitStack) -> None:
+def _serve_metrics(router: Router, stack: contextlib.AsyncExitStack) -> None:
     settings = router.settings
     if not settings.metrics_port:
         return
