@@ -48,6 +48,18 @@ def test_the_next_turn_names_the_whole_conversation_before_it() -> None:
     assert after[: len(before)] == before
 
 
+@pytest.mark.parametrize(
+    "wanted", [{"prompt_logprobs": 0}, {"echo": True, "logprobs": 1}, {"echo": True, "top_logprobs": 2}]
+)
+def test_a_prompt_that_is_computed_whatever_is_cached_has_a_name_of_its_own(wanted: dict[str, Any]) -> None:
+    """Else its misses would be taken for those of an empty cache."""
+    plain, one, other = chat(("user", "x" * 9000)), *(chat(("user", "x" * 9000), **wanted) for _ in "ab")
+    assert not names(plain) & names(one)
+    assert not names(one) & names(other)
+    assert [key.length for key in one] == [plain[-1].length]
+    assert chat(("user", "x" * 9000), echo=False, logprobs=True, top_logprobs=3) == plain
+
+
 def test_another_question_about_one_document_shares_the_document() -> None:
     document = "".join(f"line {number}\n" for number in range(20_000))
     one, other = chat(("user", document + "What?")), chat(("user", document + "Why, then?"))

@@ -59,6 +59,10 @@ class _Body(msgspec.Struct):
     session_id: Any = None
     user: Any = None
     tool_choice: Any = None
+    echo: Any = None
+    logprobs: Any = None
+    top_logprobs: Any = None
+    prompt_logprobs: Any = None
     tools: msgspec.Raw = _ABSENT
     functions: msgspec.Raw = _ABSENT
     response_format: msgspec.Raw = _ABSENT
@@ -89,6 +93,7 @@ class Reader:
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
         self._remembered: dict[bytes, tuple[bytes, int]] = {}
+        self._recomputed = 0
 
     def read(
         self,
@@ -111,6 +116,10 @@ class Reader:
         kept = None if ignore_own_salt else own
         try:
             named, length = self._heads(asked)
+            recomputed = _recomputed(asked)
+            if recomputed:  # nothing that is cached is of use to it: it shares no name with any other
+                self._recomputed += 1
+                named.append(("recomputed", self._recomputed.to_bytes(8, "little")))
             head = msgspec.msgpack.encode((build.__name__, model, salt, kept, named))
             chain = KeyChain(head, length=length, seed=self._seed)
             build(asked, chain)
@@ -121,7 +130,7 @@ class Reader:
             raise RefusedError(f"the body is not valid JSON: {error}") from None
         return Reading(
             model=model or "",
-            keys=chain.keys(),
+            keys=chain.keys()[-1:] if recomputed else chain.keys(),
             session=_session(asked),
             max_tokens=_max_tokens(asked),
             stream=asked.stream is True,
@@ -198,6 +207,13 @@ def _session(asked: _Body) -> str:
         if isinstance(value, str) and value:
             return value
     return ""
+
+
+def _recomputed(asked: _Body) -> bool:
+    """Whether an engine computes all of the prompt, whatever it has cached: its tokens' probabilities are
+    wanted."""
+    likely = asked.logprobs if asked.top_logprobs is None else asked.top_logprobs
+    return asked.prompt_logprobs is not None or (asked.echo is True and likely not in (None, False))
 
 
 def _opening(asked: _Body) -> str:

@@ -100,6 +100,21 @@ def test_how_much_a_cache_holds_is_learned_from_misses_and_hits() -> None:
     assert seen.cache(0).capacity > learned
 
 
+def test_a_cache_that_seemed_smaller_than_was_told_is_found_to_be_as_large_again() -> None:
+    seen = Seen()
+    seen.told(0, 10_000)
+    seen.sent(keys("a"), 0, new_tokens=1000)
+    seen.sent(keys("b"), 0, new_tokens=4000)
+    mark = seen.sent(keys("a"), 0, new_tokens=1)
+    seen.answered(mark, expected_tokens=1000, cached_tokens=0)
+    assert seen.cache(0).capacity < 5000
+    for number in range(20):
+        seen.sent(keys(f"c{number}"), 0, new_tokens=0.95 * seen.cache(0).capacity)
+        mark = seen.sent(keys("a"), 0, new_tokens=1)
+        seen.answered(mark, expected_tokens=1000, cached_tokens=1000)
+    assert seen.cache(0).capacity == 10_000
+
+
 def test_a_number_given_to_another_worker_inherits_nothing() -> None:
     seen = Seen()
     seen.told(0, 5000)

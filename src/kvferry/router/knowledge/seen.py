@@ -7,6 +7,7 @@ the reading of its last use. How much a cache holds is told, or learned from ans
 A prefix counts from when its request is sent: what comes after it waits for it in the worker's queue.
 """
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ class Cache:
     before: float = 0.0
     capacity: float = ASSUMED_CAPACITY_TOKENS
     misses: int = 0
-    told: bool = False
+    told: float = math.inf  # by itself, or its engine
 
     def holds(self, stamp: float, tokens: int) -> bool:
         """Whether a prefix of so many tokens that was last used then should be there still."""
@@ -180,7 +181,7 @@ class Seen:
     def told(self, worker: int, capacity_tokens: int) -> None:
         """How much its cache holds."""
         cache = self.cache(worker)
-        cache.capacity, cache.told = max(float(capacity_tokens), MIN_CAPACITY_TOKENS), True
+        cache.capacity = cache.told = max(float(capacity_tokens), MIN_CAPACITY_TOKENS)
 
     def answered(self, mark: Mark, *, expected_tokens: float, cached_tokens: int) -> bool:
         """The engine's node, or else the answer, said how much the cache had. Returns whether it is empty."""
@@ -192,8 +193,8 @@ class Seen:
             return False
         if cached_tokens >= 0.5 * expected_tokens:
             cache.misses = 0
-            if mark.distance > 0.8 * cache.capacity and not cache.told:
-                cache.capacity = 1.25 * mark.distance
+            if mark.distance > 0.8 * cache.capacity:
+                cache.capacity = min(1.25 * mark.distance, cache.told)
             return False
         if mark.distance > 0.25 * cache.capacity:
             cache.capacity = max(0.9 * mark.distance, MIN_CAPACITY_TOKENS)
