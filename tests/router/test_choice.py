@@ -150,13 +150,13 @@ def test_a_worker_that_slows_down_is_left_though_nobody_says_so() -> None:
             if number == 20:
                 fleet.slow("w1", 8.0, told=False)
             fleet.send(said(text(f"own {number}", 6000)))
-            await asyncio.sleep(0.25)
+            await asyncio.sleep(3.0)  # no queue tells it
         await fleet.until_over()
         return [answer.worker for answer in fleet.answers]
 
     chosen = run_virtually(main())
     assert chosen[:20].count("w1") >= 5
-    assert chosen[40:].count("w1") <= 10
+    assert chosen[40:].count("w1") <= 5
 
 
 def test_a_worker_that_was_slow_once_is_tried_again() -> None:
