@@ -119,6 +119,7 @@ class Router:
             prefetch=self._prefetch,
             pilots=self.pilots,
             worker_key=worker_key,
+            control=settings.engine_control,
         )
         self.knowledge = Knowledge()
         self.followers = Followers(self.knowledge, settings.feed_access)

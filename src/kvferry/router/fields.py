@@ -17,7 +17,7 @@ _BOM = b"\xef\xbb\xbf"
 _HEAD = re.compile(rb'[ \t\n\r]*\{[ \t\n\r]*(?=(["}])?)')
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 # Readers of JSON that look for UTF-16 and UTF-32 find it by these.
-_WIDE = (b"\x00", b"\xff\xfe", b"\xfe\xff")
+_WIDE = (b"\xff\xfe", b"\xfe\xff")
 
 
 def is_object(body: bytes) -> bool:
@@ -25,9 +25,14 @@ def is_object(body: bytes) -> bool:
 
     Workers read such: what is not seen here would be seen there.
     """
-    if body.startswith(_WIDE):
+    if body.startswith(_WIDE) or b"\0" in body[:4]:
         raise RefusedError("the body is not UTF-8, at byte 0: send JSON as UTF-8")
     return _HEAD.match(body, len(_BOM) if body.startswith(_BOM) else 0) is not None
+
+
+def looks_like_object(body: bytes) -> bool:
+    """Whether it begins as one, whatever it is said to be."""
+    return _HEAD.match(body) is not None
 
 
 def edited(body: bytes, put: Mapping[str, bytes], *, drop: Collection[str] = ()) -> bytes:

@@ -3,11 +3,14 @@
 request ──trust──► salt ──reading──► keys, model ──roster──► candidates ──guide──► worker
 """
 
+import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvferry.identity.names import DIGEST_BYTES
 from kvferry.router.contract import Asked, Flight, Guide
+from kvferry.router.control import NOT_FOR_CLIENTS, controls
+from kvferry.router.fields import looks_like_object
 from kvferry.router.flight import CostFlight
 from kvferry.router.health import Change, Failure, Health, blames
 from kvferry.router.http.desk import Order, Request
@@ -27,11 +30,27 @@ _REPEATABLE = frozenset(
 ) | frozenset(("/tokenize", "/detokenize", "/pooling", "/classify", "/score", "/rerank", "/v2/rerank"))
 _NOTHING = Reading(model="")
 # Bodies that no worker reads as JSON.
+_ABOUT_BODY = frozenset((b"content-type", b"content-encoding"))
+_CHARSET = re.compile(rb"charset\s*=\s*\"?([^\s;\"]*)")
+_UTF8 = (b"utf-8", b"utf8", b"us-ascii")
 _MEDIA = (b"multipart/", b"audio/", b"image/", b"video/", b"application/octet-stream")
 
 
 def _is_media(request: Request) -> bool:
-    return (request.field(b"content-type") or b"").lower().startswith(_MEDIA)
+    """Whether no worker finds JSON in its body. Raises TurnedAwayError where it cannot be told."""
+    said: dict[bytes, list[bytes]] = {}
+    for name, value in request.fields:
+        if (key := name.lower()) in _ABOUT_BODY:
+            said.setdefault(key, []).append(value.lower())
+    if said.get(b"content-encoding", [b"identity"]) != [b"identity"]:
+        raise TurnedAwayError(415, "bodies are taken as they are, without Content-Encoding")
+    kinds = said.get(b"content-type", [b""])
+    if len(kinds) > 1:
+        raise TurnedAwayError(400, "more than one Content-Type")
+    charset = _CHARSET.search(kinds[0])
+    if charset is not None and charset[1] not in _UTF8:
+        raise TurnedAwayError(415, "text is taken in UTF-8 alone")
+    return kinds[0].startswith(_MEDIA) and not looks_like_object(request.body)
 
 
 class Reception:
@@ -49,12 +68,14 @@ class Reception:
         prefetch: Callable[[str, bytes, Sequence[bytes]], object],
         pilots: Pilots | None = None,
         worker_key: str = "",
+        control: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """seed: of the keys. apart_bytes: bodies from here on are read beside the loop.
 
         changed: what a request led to for its worker's state. prefetch: tells a node what will be wanted.
-        worker_key: the API key that workers get in place of the callers' own; empty: those.
+        worker_key: the API key that workers get in place of the callers' own; empty: those. control: clients
+        may control engines.
         """
         self.roster = roster
         self.trust = trust
@@ -68,6 +89,7 @@ class Reception:
         self._pilots = pilots if pilots is not None else Pilots()
         self._worker_key = f"Bearer {worker_key}".encode() if worker_key else b""
         self._clock = clock
+        self.control = control
         self.copy: Callable[[Order], None] | None = None  # to the mirror's pool
         self.prefill: Callable[[Order, Callable[[Order], None]], Errand | None] | None = None
         self.given: Callable[[str, Order], None] | None = None  # a request was given to a worker
@@ -88,6 +110,8 @@ class Reception:
     def read(self, request: Request) -> Order:
         """See ``Desk``."""
         path, came = request.path, self._clock()
+        if not self.control and controls(request.target):
+            raise TurnedAwayError(403, NOT_FOR_CLIENTS)
         try:
             caller = self.trust.caller(request.fields)
             body, salt, reading = request.body, "", _NOTHING

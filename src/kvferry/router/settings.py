@@ -79,7 +79,8 @@ class RouterSettings:
     goes, or is copied, to another pool. listen: where clients find it. tls: its certificate and key, and
     with ``ca`` the authority of clients' certificates, which they must show. worker_tls: for workers at
     https URLs. metrics_*: see a node's.
-    admin_socket: where it is asked and told; None: in the directory for sockets.
+    admin_socket: where it is asked and told; None: in the directory for sockets. engine_control: clients may
+    ask engines for what controls them.
     """
 
     workers: tuple[WorkerAddress, ...] = ()
@@ -110,6 +111,7 @@ class RouterSettings:
     metrics_port: int = DEFAULT_METRICS_PORT
     metrics_host: str = DEFAULT_METRICS_HOST
     admin_socket: Path | None = None
+    engine_control: bool = False
 
     @property
     def tls(self) -> TlsFiles | None:
@@ -222,6 +224,14 @@ def parse_listen(text: object) -> Address:
     return parse_listening(parse_text(text), port=DEFAULT_PORT)
 
 
+def parse_control(text: object) -> bool:
+    """``pass`` or ``refuse``. Raises MisconfiguredError."""
+    word = parse_text(text)
+    if word not in ("pass", "refuse"):
+        raise MisconfiguredError(f"{word!r} is neither pass nor refuse; pass lets clients control engines")
+    return word == "pass"
+
+
 def _parse_waiting(text: str | int) -> int:
     return parse_count(text, lowest=0, highest=1_000_000)
 
@@ -265,6 +275,13 @@ ROUTER_SETTINGS = (
     Setting("per_worker", _parse_per_worker, "N", "requests at one at a time (default 1024)", "per_worker"),
     Setting("queue", _parse_waiting, "N", "requests that wait for a place (default 4096)", "waiting"),
     Setting("body_size", parse_size, "SIZE", "of one request at most (default 64MiB)", "body_bytes"),
+    Setting(
+        "engine_control",
+        parse_control,
+        "WORD",
+        "refuse (default) or pass: sleep, metrics ...",
+        "engine_control",
+    ),
     Setting("tls_cert", parse_path, "PATH", "its certificate, with its chain: talk TLS", "tls_cert"),
     Setting("tls_key", parse_path, "PATH", "the certificate's key", "tls_key"),
     Setting("tls_ca", parse_path, "PATH", "authority of certificates that clients must show", "tls_ca"),

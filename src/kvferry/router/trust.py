@@ -22,6 +22,7 @@ from kvferry.secret import Secret
 
 FIELD = "cache_salt"
 TRANSFER = "kv_transfer_params"
+PASSED_ON = ("sampling_params", "extra_args", "vllm_xargs", "extra_body")
 HARMLESS = ("max_load_tokens",)  # in it: says how much, and not from where
 MAX_SALT_CHARACTERS = 128  # as vLLM has it
 MAX_KEY_BYTES = 4096
@@ -106,6 +107,8 @@ class Trust:
         if not fields:
             return salt, spliced(body, put)
         drop = [FIELD]
+        if self.rules.client_salt is not ClientSalt.TRUST:
+            refuse_inner_transfer(fields)
         if TRANSFER in fields and self.rules.client_salt is not ClientSalt.TRUST:
             drop.append(TRANSFER)
             put.update(harmless_transfer(fields[TRANSFER]))
@@ -124,6 +127,13 @@ class Trust:
     def _digest(self, kind: bytes, of: bytes) -> str:
         secret = self.secret.reveal().encode()
         return hmac.digest(secret, _CONTEXT + kind + b"\0" + of, "sha256")[:SALT_BYTES].hex()
+
+
+def refuse_inner_transfer(fields: Mapping[str, msgspec.Raw]) -> None:
+    """What says from where KV comes, inside a field that engines pass on. Raises RefusedError."""
+    for name in PASSED_ON:
+        if name in fields and may_have(bytes(fields[name]), (TRANSFER,)):
+            raise RefusedError(f"{TRANSFER} in {name} is not taken from clients")
 
 
 def api_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:

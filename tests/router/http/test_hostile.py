@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 from dataclasses import replace
 
@@ -25,6 +26,7 @@ BAD = [
     (400, b"GET / HTTP/1.1\n" + HOST + b"\r\n"),
     (400, b"GET http://other/ HTTP/1.1\r\n" + HOST + b"\r\n"),
     (400, b"GET /a b HTTP/1.1\r\n" + HOST + b"\r\n"),
+    (400, b"GET /a#b HTTP/1.1\r\n" + HOST + b"\r\n"),
     (400, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
     (405, b"CONNECT a:1 HTTP/1.1\r\n" + HOST + b"\r\n"),
     (405, b"TRACE / HTTP/1.1\r\n" + HOST + b"\r\n"),
@@ -204,5 +206,74 @@ def test_a_client_s_salt_counts_for_nobody_else() -> None:
                 await ask(router, CHAT, sent, f"Authorization: Bearer {key}")
             salts = [json.loads(seen.body)["cache_salt"] for seen in worker.seen]
             assert len({*salts, "mine"}) == 3
+
+    run(test)
+
+
+SALTED = '{"cache_salt": "theirs", "prompt": "p"}'
+UNREAD = [
+    (SALTED.encode(), "Content-Type: multipart/form-data; boundary=x"),
+    (b"\n " + SALTED.encode(), "Content-Type: application/octet-stream"),
+    ((" " + SALTED).encode("utf-16-le"), "Content-Type: application/json"),
+    ((" " + SALTED).encode("utf-32-le"), "Content-Type: application/json"),
+    (SALTED.replace("_", "+AF8-").encode(), "Content-Type: application/json; charset=utf-7"),
+    (gzip.compress(SALTED.encode()), "Content-Encoding: gzip"),
+    (SALTED.encode(), "Content-Type: audio/wav\r\nContent-Type: application/json"),
+    (b'{"sampling_params": {"extra_args": {"kv_transfer_params": {"remote_host": "me"}}}}', "X: y"),
+    (b'{"sampling_params": {"extra_args": {"kv\\u005ftransfer_params": {}}}}', "X: y"),
+]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/chat/completion%73", "/inference/v1/generate"])
+@pytest.mark.parametrize(("body", "field"), UNREAD, ids=lambda value: str(value)[:40])
+def test_no_body_is_passed_on_that_a_worker_may_read_otherwise(body: bytes, field: str, path: str) -> None:
+    async def test() -> None:
+        async with mocks(1) as (worker,), routing(worker.url) as router:
+            answer = await ask(router, path, body, field, "Authorization: Bearer k")
+            for seen in worker.seen:
+                assert json.loads(seen.body)["cache_salt"] not in ("theirs", "")
+            assert worker.seen or answer.status in (400, 415)
+
+    run(test)
+
+
+def test_media_is_passed_on_as_it_is() -> None:
+    async def test() -> None:
+        async with mocks(1) as (worker,), routing(worker.url) as router:
+            for kind, body in (
+                ("multipart/form-data; boundary=x", b"--x\r\n\r\n{}\r\n--x--"),
+                ("audio/mp4", bytes(9)),
+            ):
+                await ask(
+                    router,
+                    "/v1/audio/transcriptions",
+                    body,
+                    f"Content-Type: {kind}",
+                    "Authorization: Bearer k",
+                )
+                assert worker.seen[-1].body == body
+
+    run(test)
+
+
+def test_no_connection_is_handed_over_but_to_websocket() -> None:
+    async def test() -> None:
+        async with mocks(1) as (worker,), routing(worker.url) as router:
+            for to in ("h2c", "websocket, h2c", "websocket\r\nUpgrade: h2c"):
+                await ask(router, "/echo", None, "Connection: Upgrade, HTTP2-Settings", f"Upgrade: {to}")
+                assert "upgrade" not in worker.seen[-1].headers
+
+    run(test)
+
+
+def test_clients_do_not_control_engines_unless_they_may() -> None:
+    async def test() -> None:
+        async with mocks(1) as (worker,):
+            async with routing(worker.url) as router:
+                answer = await ask(router, "/reset_prefix_cache", b"")
+                assert (answer.status, answer.json()["error"]["type"]) == (403, "permission_error")
+                assert not worker.seen
+            async with routing(worker.url, engine_control=True) as router:
+                assert (await ask(router, "/reset_prefix_cache", b"")).status == 200
 
     run(test)

@@ -22,7 +22,7 @@ _ONE_HOP = frozenset(
 _READ_HERE = frozenset(
     b"connection content-length transfer-encoding host expect upgrade x-request-id".split()
 )
-_TARGET = re.compile(rb"/[!-~\x80-\xff]*")
+_TARGET = re.compile(rb"/[!-\"$-~\x80-\xff]*")  # no fragment: who sees a path there, and who does not?
 _LENGTH = re.compile(rb"[0-9]{1,15}")
 
 
@@ -172,8 +172,9 @@ def _request_fields(head: RequestHead, fields: Fields) -> None:
     if connection := said.get(b"connection"):
         named = _words(b",".join(connection))
         head.close = head.old or b"close" in named
-        if b"upgrade" in named:
-            head.upgrade = b", ".join(said.get(b"upgrade", []))
+        # To nothing else: over HTTP/2, say, requests would go by the router unread.
+        if b"upgrade" in named and [to.lower() for to in said.get(b"upgrade", [])] == [b"websocket"]:
+            head.upgrade = b"websocket"
         head.fields = [field for field in head.fields if field[0].lower() not in named]
 
 

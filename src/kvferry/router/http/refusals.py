@@ -22,6 +22,7 @@ REASONS = {
     405: "Method Not Allowed",
     408: "Request Timeout",
     413: "Content Too Large",
+    415: "Unsupported Media Type",
     417: "Expectation Failed",
     429: "Too Many Requests",
     431: "Request Header Fields Too Large",
