@@ -10,6 +10,7 @@ import pytest
 from tests.router.virtual import Conversations, Fleet, Turn, cost_guide, run_virtually, text
 
 from kvferry.errors import BrokenError
+from kvferry.feed.wire import EngineUp, Speed
 from kvferry.router.cache_aware import CacheAware, Thresholds
 from kvferry.router.choice import CostGuide
 from kvferry.router.contract import Asked, Ended, Guide, Key, Usage
@@ -397,3 +398,40 @@ def test_a_request_that_is_refused_says_nothing_of_how_fast_its_worker_is(how: E
         flight.end(how, number + 0.002)
     assert guide.slowness(20.0)["a"] == pytest.approx(1.0)
     assert len(guide.knowledge.seen) == 0
+
+
+def test_leaving_for_a_trifle_is_not_worth_it() -> None:
+    """0.7 ms are to be gained: the prefix's worker keeps the request. 20 ms are not a trifle."""
+    for waiting, stays in ((288, True), (1200, False)):
+        guide = cost_guide(Knowledge())
+        for url in ("home", "other"):
+            guide.worker_added(url)
+        first = guide.begin(Asked("a", "m", (Key(b"k", 400),)), among=["home"], now=0.0)
+        first.first_byte(0.1)
+        first.end(Ended.DONE, 0.2)
+        guide.begin(Asked("b", "m", (Key(b"o", waiting),)), among=["home"], now=2.0)
+        chosen = guide.begin(Asked("c", "m", (Key(b"k", 400),)), among=["home", "other"], now=2.0).worker
+        assert (chosen == "home") is stays
+        explained = guide.explain("c")
+        assert explained is not None
+        assert str(explained["reason"]).startswith("stays") is stays
+
+
+def test_what_was_learned_against_an_assumption_is_not_held_against_a_measured_speed() -> None:
+    knowledge = Knowledge()
+    guide = cost_guide(knowledge)
+    keys = (Key(b"k", 40_000),)
+    for number in range(6):  # 10,000 tokens, 1 s by assumption, take 5 s
+        flight = guide.begin(Asked(f"r{number}", "m", keys), among=["a"], now=100.0 * number)
+        flight.first_byte(100.0 * number + 5)
+        flight.token(100.0 * number + 5)
+        flight.end(Ended.ABORTED, 100.0 * number + 6)
+        knowledge.seen.forget(knowledge.worker("a").number)
+    assert guide.slowness(506.0)["a"] > 2
+    knowledge.near("a", "n")
+    knowledge.apply("n", EngineUp(1, "e", 1))
+    knowledge.apply("n", Speed(1, 0.0, 5e-4, 0.0))
+    guide.begin(Asked("x", "m", keys), among=["a"], now=506.0)
+    explained = guide.explain("x")
+    assert explained is not None
+    assert explained["ttft_ms_expected"] == pytest.approx(5000, rel=0.05)
