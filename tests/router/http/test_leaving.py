@@ -241,3 +241,22 @@ def test_a_worker_that_is_taken_away_ends_what_it_has_and_gets_nothing_more() ->
             assert len(a.seen) > 1
 
     run(test)
+
+
+def test_ends_that_vanish_without_a_word_are_asked_after_by_the_kernel_on_both_sides() -> None:
+    async def test() -> None:
+        async with mocks(1) as (worker,), routing(worker.url) as router, client(router) as one:
+            worker.behave(hang=True)
+            one.post(CHAT, prompt())
+            await until(lambda: worker.seen)
+            link = router.proxy.link(worker.url)
+            sides = [*router.proxy._clients, *link._all]
+            transports = [getattr(side, "_transport", None) or side.transport for side in sides]
+            assert len(transports) == 2
+            for transport in transports:
+                sock = transport.get_extra_info("socket")
+                assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                assert 0 < sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 60
+                assert 0 < sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 60_000
+
+    run(test)
