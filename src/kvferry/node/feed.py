@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import TypeVar
 
 from kvferry.addresses import Address
 from kvferry.feed.framing import split
@@ -55,6 +56,7 @@ SPARED_S = 60.0
 
 _LEVELS = {"valkey": Level.VALKEY, "disk": Level.DISK, "objects": Level.OBJECTS}
 _THERE = {Outcome.OK: True, Outcome.MISS: False, Outcome.CORRUPT: False}
+T = TypeVar("T")
 _DEEP = {Where.DISK: Level.DISK, Where.OBJECTS: Level.OBJECTS}
 
 
@@ -195,22 +197,22 @@ class Feed:
 
     def seen(self, refs: Sequence[PartRef], outcomes: Sequence[Outcome]) -> None:
         """See ``feedtier.Seen``. From any thread."""
-        self._server.saw(Level.VALKEY, partial(self._sightings, refs, [_THERE.get(o) for o in outcomes]))
+        self._server.saw(Level.VALKEY, partial(self._sightings, refs, outcomes, _THERE.get))
 
     def located(self, refs: Sequence[PartRef], where: Sequence[Where]) -> None:
         """Keepers said where they have these, which the tier has not."""
         for level in _DEEP.values():
-            there = [None if at is Where.UNKNOWN else _DEEP.get(at) is level for at in where]
-            self._server.saw(level, partial(self._sightings, refs, there))
+            self._server.saw(level, partial(self._sightings, refs, where, partial(_is_there, level)))
 
-    def _sightings(self, refs: Sequence[PartRef], there: Sequence[bool | None]) -> list[Sighting]:
-        """On the feed's thread; spaces are only ever added."""
+    def _sightings(
+        self, refs: Sequence[PartRef], said: Sequence[T], there: Callable[[T], bool | None]
+    ) -> Iterator[Sighting]:
+        """On the feed's thread; spaces are only ever added. there: None: nothing follows from it."""
         spaces = self._spaces
-        return [
-            (spaces[ref.key.namespace], ref.key.chunk, ref.key.part, is_there)
-            for ref, is_there in zip(refs, there, strict=True)
-            if is_there is not None and ref.key.namespace in spaces
-        ]
+        for ref, one in zip(refs, said, strict=True):
+            is_there = there(one)
+            if is_there is not None and ref.key.namespace in spaces:
+                yield spaces[ref.key.namespace], ref.key.chunk, ref.key.part, is_there
 
     # ---- handing over
 
@@ -315,6 +317,10 @@ class _Bringing:
     refs: Iterator[PartRef]
     mark: int
     open: int = 1
+
+
+def _is_there(level: Level, where: Where) -> bool | None:
+    return None if where is Where.UNKNOWN else _DEEP.get(where) is level
 
 
 def _numbers(speed: Prefill | None) -> tuple[float, ...]:

@@ -15,9 +15,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 from kvferry import __version__
 from kvferry.addresses import Address
@@ -53,6 +54,9 @@ JOIN_S = 10.0
 MAX_HANDED = 8
 MAX_SIGHTINGS = 4096
 """Batches of each that wait for the feed's thread."""
+SEEN_AT_ONCE = 256
+REST_S = 0.0002
+"""After so many: the node's thread, which answers what this is about, takes the interpreter meanwhile."""
 
 log = logging.getLogger("kvferry.node.feed")
 
@@ -188,8 +192,10 @@ class FeedServer:
         epoch: int,
         behind: str,
         clock: Callable[[], float] = time.monotonic,
+        rest: Callable[[float], None] = time.sleep,
     ) -> None:
         """node: its name, for people. behind: see ``Welcome``. Raises MisconfiguredError."""
+        self._rest = rest
         self.node = node
         self.epoch = epoch
         self.behind = behind
@@ -200,7 +206,7 @@ class FeedServer:
         self.prefetch: Callable[[Prefetch], None] = lambda message: None
         self.joined: Callable[[], None] = lambda: None
         self._parts = {level: Parts(level) for level in Level if level >= Level.VALKEY}
-        self._sightings: deque[tuple[Level, Callable[[], list[Sighting]]]] = deque(maxlen=MAX_SIGHTINGS)
+        self._sightings: deque[tuple[Level, Callable[[], Iterable[Sighting]]]] = deque(maxlen=MAX_SIGHTINGS)
         self._looking = False
         self._handed = self._taken = 0
         self._closed = False
@@ -262,7 +268,7 @@ class FeedServer:
         """What the chunks of a space consist of: before anything is seen of its parts."""
         self._loop.post(partial(self._space, space, part_bytes, trailing))
 
-    def saw(self, level: Level, sightings: Callable[[], list[Sighting]]) -> None:
+    def saw(self, level: Level, sightings: Callable[[], Iterable[Sighting]]) -> None:
         """Parts were found there, or not. sightings: asked for them on the feed's thread.
 
         When that is far behind the oldest are left out: a tier's content is never known for certain.
@@ -304,9 +310,16 @@ class FeedServer:
 
     def _look(self) -> None:
         self._looking = False  # before the look: what is seen from here on calls again
+        looked_at = 0
         while self._sightings:
             level, sightings = self._sightings.popleft()
-            self._publish(self._parts[level].seen(sightings()))
+            found = iter(sightings())
+            while some := list(islice(found, SEEN_AT_ONCE)):
+                self._publish(self._parts[level].seen(some))
+                looked_at += len(some)
+                if looked_at >= SEEN_AT_ONCE:
+                    looked_at = 0
+                    self._rest(REST_S)
 
     def _publish(self, events: Sequence[AnyEvent]) -> None:
         new = [told for event in events for told in self.picture.apply(event)]
