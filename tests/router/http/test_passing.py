@@ -125,6 +125,17 @@ def test_requests_that_come_before_their_turn_are_answered_in_order() -> None:
     run(test)
 
 
+def test_large_requests_that_come_before_their_turn_wait_for_it() -> None:
+    async def test() -> None:
+        async with mocks(1) as (worker,), routing(worker.url) as router, client(router) as one:
+            bodies = [bytes([number]) * 300_000 for number in range(6)]
+            for body in bodies:
+                one.post("/echo", body, "Content-Type: application/octet-stream")
+            assert [(await one.answer()).body for _ in bodies] == bodies
+
+    run(test)
+
+
 def test_fields_of_one_hop_end_here_and_the_others_do_not() -> None:
     async def test() -> None:
         async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -49,6 +49,7 @@ class ClientConnection(asyncio.Protocol):
         "_peer",
         "_proxy",
         "_transport",
+        "_waits",
         "began_at",
         "stalled_at",
         "state",
@@ -64,6 +65,7 @@ class ClientConnection(asyncio.Protocol):
         self._held = 0  # bytes of the body
         self._exchange: Exchange | None = None
         self._peer = ""
+        self._waits = False  # with what it sent before its turn: it is not read for now
         self.state = State.IDLE
         self.began_at = proxy.now()  # the state, or the request
         self.stalled_at: float | None = None  # since when it takes no bytes
@@ -117,6 +119,9 @@ class ClientConnection(asyncio.Protocol):
     def tunnel(self) -> None:
         """From now on bytes are passed on."""
         self.state = State.TUNNEL
+        if self._waits:
+            self._waits = False
+            self.stall(stalled=False)
         ahead, self._ahead = self._ahead, b""
         if ahead and self._exchange is not None:
             self._exchange.client_data(ahead)
@@ -133,6 +138,9 @@ class ClientConnection(asyncio.Protocol):
             transport.close()
             return
         self.state, self.began_at = State.IDLE, self._proxy.now()
+        if self._waits:
+            self._waits = False
+            self.stall(stalled=False)
         if self._ahead:
             asyncio.get_running_loop().call_soon(self._go_on)
 
@@ -153,9 +161,9 @@ class ClientConnection(asyncio.Protocol):
         state = self.state
         if state is State.BUSY:
             self._ahead += data
-            if len(self._ahead) > MAX_AHEAD_BYTES:
-                self._proxy.count("client_ahead")
-                self.hang_up()
+            if len(self._ahead) > MAX_AHEAD_BYTES and not self._waits:
+                self._waits = True  # for its turn; that such a client leaves shows when it is answered
+                self.stall(stalled=True)
         elif state is State.TUNNEL:
             if self._exchange is not None:
                 self._exchange.client_data(data)
