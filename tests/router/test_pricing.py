@@ -97,3 +97,10 @@ def test_holding_more_never_costs_more_and_the_parts_add_up(
     assert found.total_s == pytest.approx(found.ttft_s + found.decode_s + found.work_s)
     assert found.total_s >= 0
     assert 0 <= found.cached_tokens <= max(tokens - 1, 0)
+
+
+def test_in_a_busy_pool_computing_counts_for_those_who_wait_behind() -> None:
+    idle, busy = price(5000), price(5000, work_share=0.5)
+    assert busy.work_s == pytest.approx(0.5 * busy.prefill_s)
+    assert busy.total_s - idle.total_s == pytest.approx(busy.work_s)
+    assert busy.ttft_s == idle.ttft_s
