@@ -128,7 +128,11 @@ def test_what_may_have_had_an_effect_is_not_sent_twice() -> None:
     async def test() -> None:
         seen: list[bytes] = []
         killed = saying(b"", then="reset", seen=seen)
-        async with scripted(killed) as a, scripted(killed) as b, routing(a, b) as router:
+        async with (
+            scripted(killed) as a,
+            scripted(killed) as b,
+            routing(a, b, engine_control=True) as router,
+        ):
             answer = await ask(router, "/v1/load_lora_adapter", b'{"lora_name": "x"}')
             assert (answer.status, len(seen)) == (502, 1)
 
