@@ -17,6 +17,7 @@ def test_it_shows_where_a_request_went_and_what_every_candidate_would_have_cost(
         assert begun is not None
         assert "not said" in render(begun)
         flight.first_byte(number * 9.0 + 1.0)
+        flight.token(number * 9.0 + 1.0)
         flight.end(Ended.DONE, number * 9.0 + 2.0, Usage(12_000, 11_900 * number, 5))
     explained = guide.explain("r1")
     assert explained is not None
