@@ -330,7 +330,7 @@ class Router:
         if change.lost and url in self._feeds:
             self.knowledge.near(url, self._feeds[url])
         log.info("worker %s is %s (was %s)", url, change.after.value, change.before.value)
-        if change.after is State.DOWN:
+        if change.after is State.DOWN and not change.answers:
             # Soon: the request that showed it is still being placed elsewhere.
             asyncio.get_running_loop().call_soon(self.proxy.worker_down, url)
         elif change.after in (State.UP, State.TRIAL):

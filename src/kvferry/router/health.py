@@ -70,6 +70,7 @@ class Change(NamedTuple):
     before: State
     after: State
     lost: bool = False
+    answers: bool = False  # with errors, but it does: who waits there may go on waiting
 
 
 def blames(status: int) -> bool:
@@ -147,7 +148,7 @@ class Health:
             self._wants_trial = opened
             self._to(State.DOWN if opened else State.SUSPECT)
             self._next_probe = max(now, self._probed_at + PROBE_GAP_S)
-        return Change(before, self._state)
+        return Change(before, self._state, answers=what is Failure.ERROR)
 
     def succeeded(self) -> Change:
         """An answer with a status below 400 begins."""

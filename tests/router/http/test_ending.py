@@ -2,7 +2,7 @@
 
 import asyncio
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from tests.router.http.rig import (
@@ -19,11 +19,14 @@ from tests.router.http.rig import (
     until,
 )  # fmt: skip
 
+from kvferry.router.contract import Asked, Flight
+from kvferry.router.health import State
 from kvferry.router.http.framing import Body
 from kvferry.router.http.head import AnswerHead
 from kvferry.router.http.limits import Limits
 from kvferry.router.http.worker import WorkerConnection
 from kvferry.router.models import Model
+from kvferry.router.pilots import parse_share
 
 
 async def _read_request(reader: asyncio.StreamReader) -> bytes:
@@ -227,5 +230,108 @@ def test_a_redirect_to_the_worker_itself_leads_to_the_router() -> None:
         async with scripted(worker) as url, routing(url) as router:
             assert (await ask(router, "/v1/models/")).headers["location"] == "/v1/models"
             assert (await ask(router, "/else")).headers["location"] == "http://elsewhere/"
+
+    run(test)
+
+
+def test_a_long_answer_in_one_piece_is_not_asked_for_twice_and_blames_nobody() -> None:
+    async def test() -> None:
+        limits = replace(Limits(), first_byte_s=0.1)
+        async with mocks(2) as workers, routing(*(one.url for one in workers), limits=limits) as router:
+            for worker in workers:
+                worker.behave(hang=True)
+            for _ in range(4):
+                assert (await ask(router, CHAT, prompt())).status == 504
+            assert sum(len(worker.seen) for worker in workers) == 4
+            assert {worker.state for worker in router.roster} == {State.UP}
+
+    run(test)
+
+
+def test_errors_of_others_do_not_end_what_waits_for_its_answer() -> None:
+    async def test() -> None:
+        may = asyncio.Event()
+
+        async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            request = await _read_request(reader)
+            if b"/bad" in request:
+                writer.write(b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n")
+                return
+            await may.wait()
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+        async with scripted(worker) as url, routing(url) as router, client(router) as one:
+            one.post("/v1/waits", b"")
+            await until(lambda: at_workers(router) == 1)
+            while next(iter(router.roster)).state is not State.DOWN:
+                assert (await ask(router, "/bad", b"")).status == 500
+            await asyncio.sleep(0)
+            may.set()
+            assert (await one.answer()).status == 200
+
+    run(test)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_defect_in_the_choice_costs_the_request_that_met_it_and_no_other(large: bool) -> None:
+    async def test() -> None:
+        limits = replace(Limits(), per_worker=1)
+        async with mocks(1) as (worker,), routing(worker.url, limits=limits) as router:
+            guide = router.reception.guide("")
+            begin = guide.begin
+
+            def broken(asked: Asked, **more: Any) -> Flight:
+                if asked.session == "bad":
+                    raise ZeroDivisionError
+                return begin(asked, **more)
+
+            guide.begin = broken  # type: ignore[method-assign]
+            bad = prompt("x" * (1 << 20 if large else 1), session_id="bad")
+            assert (await ask(router, CHAT, bad)).status == 500
+            worker.behave(hang=True)
+            async with client(router) as holds, client(router) as waits:
+                holds.post(CHAT, prompt())
+                await until(lambda: at_workers(router) == 1)
+                waits.post(CHAT, bad)
+                await until(lambda: len(router.proxy.waiting) == 1)
+                worker.behave(hang=False)
+                holds.writer.transport.abort()
+                assert (await waits.answer()).status == 500
+            assert (await ask(router, CHAT, prompt())).status == 200
+            assert router.proxy.statistics().events["defects"] == 2
+
+    run(test)
+
+
+def test_a_copy_is_made_once_even_where_a_kept_connection_had_been_closed() -> None:
+    async def test() -> None:
+        async def closing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await _read_request(reader)
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+            await reader.readuntil(b"\r\n\r\n")  # and then it closes without a word
+
+        mirror = parse_share("100%=pilot")
+        async with (
+            scripted(closing) as url,
+            mocks(1) as (pilot,),
+            routing(url, f"pilot={pilot.url}", mirror=mirror) as router,
+        ):
+            for _ in range(2):
+                assert (await ask(router, CHAT, prompt())).status == 200
+            await until(lambda: not router.copies)
+            assert len([seen for seen in pilot.seen if seen.path == CHAT]) == 2
+
+    run(test)
+
+
+def test_a_prefill_at_a_worker_that_goes_down_is_given_up() -> None:
+    async def test() -> None:
+        async with mocks(2) as (first, second), routing(f"prefill={first.url}", second.url) as router:
+            first.behave(hang=True)
+            async with asyncio.TaskGroup() as group:
+                asked = group.create_task(ask(router, CHAT, prompt("x" * 5000)))
+                await until(lambda: at_workers(router) == 1)
+                router.proxy.worker_down(first.url)
+            assert asked.result().status == 200
 
     run(test)

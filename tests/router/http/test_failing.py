@@ -260,7 +260,7 @@ def test_a_hung_worker_holds_up_nobody_else_and_is_left_in_time() -> None:
         ):
             a.behave(hang=True)
             async with asyncio.TaskGroup() as group:
-                asked = [group.create_task(ask(router, CHAT, prompt())) for _ in range(8)]
+                asked = [group.create_task(ask(router, CHAT, prompt(stream=True))) for _ in range(8)]
                 await until(lambda: sum(task.done() for task in asked) == 4)
                 assert at_workers(router) == 4  # those of b are done, those of a wait
             assert {task.result().status for task in asked} == {200}

@@ -61,6 +61,7 @@ class Errand:
         self._connection: WorkerConnection | None = None
         self._attempt: Attempt | None = None
         self._timer = asyncio.get_running_loop().call_later(deadline_s, self._late)
+        guard.link.errands.add(self)
         idle = guard.link.idle()
         self._reused = idle is not None
         if idle is not None:
@@ -71,6 +72,11 @@ class Errand:
     def cut(self) -> None:
         """It is not wanted any more."""
         self._end(Ended.ABORTED)
+
+    def worker_down(self) -> None:
+        """See ``link.Errand``. What answers already may go on."""
+        if not self._started:
+            self._end(Ended.FAILED)
 
     def connected(self, connection: WorkerConnection) -> None:
         """See ``link.Connecting``."""
@@ -144,6 +150,7 @@ class Errand:
         if done is None:
             return
         self._timer.cancel()
+        self._guard.link.errands.discard(self)
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.give_up()

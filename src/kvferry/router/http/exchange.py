@@ -45,29 +45,9 @@ class Exchange:
     """Belongs to one client connection; told by it, by a worker's connection and by the proxy's clock."""
 
     __slots__ = (
-        "_answer",
-        "_attempt",
-        "_before",
-        "_client",
-        "_connection",
-        "_followed",
-        "_guard",
-        "_head",
-        "_order",
-        "_proxy",
-        "_request",
-        "_reused",
-        "_sends",
-        "_sse",
-        "_started",
-        "_status",
-        "_tail",
-        "_told",
-        "_tried",
-        "_tunnel",
-        "_why",
-        "moved_at",
-        "phase",
+        "_answer", "_attempt", "_before", "_client", "_connection", "_followed", "_guard", "_head",
+        "_order", "_proxy", "_request", "_reused", "_sends", "_sse", "_started", "_status", "_tail",
+        "_told", "_tried", "_tunnel", "_why", "moved_at", "phase",
     )  # fmt: skip
 
     def __init__(
@@ -124,14 +104,14 @@ class Exchange:
             self._find()
 
     def unreadable(self, error: RefusedError) -> None:
-        """It is refused: the client's fault."""
-        if self.phase is Phase.READING:
+        """It is refused: the client's fault, or its model has gone while it waited."""
+        if self.phase in (Phase.READING, Phase.WAITING):
             status = error.status if isinstance(error, TurnedAwayError) else 400
             self._refuse(status, str(error))
 
     def defect(self) -> None:
         """The router failed at it."""
-        if self.phase is Phase.READING:
+        if self.phase is not Phase.OVER and not self._started:
             self._refuse(500, "the router failed at this request, which is a defect of it")
 
     @property
@@ -145,18 +125,9 @@ class Exchange:
         order = self._order
         if order is None or self.phase is not Phase.WAITING:
             return True
-        proxy = self._proxy
-        try:
-            among = [url for url in proxy.desk.candidates(order, self._tried) if proxy.has_room(url)]
-        except TurnedAwayError as error:  # its model has gone while it waited
-            self._refuse(error.status, str(error))
-            return True
-        if not among:
-            return False
-        flight = proxy.desk.begin(order, among=among, now=proxy.now())
-        self._guard = Guard(flight, proxy.link(flight.worker))
-        self._reach()
-        return True
+        # It may be the end of another one that lets this one in: what fails now is this one alone.
+        self._proxy.survive(self, lambda: self._place(order))
+        return self.phase is not Phase.WAITING
 
     def client_gone(self) -> None:
         """Stop everything, the engine first."""
@@ -186,8 +157,12 @@ class Exchange:
     def look(self, now: float) -> None:
         """Whether its worker has been silent for too long."""
         limits, quiet_s = self._proxy.limits, now - self.moved_at
-        if self.phase is Phase.SENT and quiet_s > limits.first_byte_s:
-            self.cut(f"{self.worker}: no byte of an answer in {limits.first_byte_s:g} s")
+        if self.phase is Phase.SENT and quiet_s > limits.first_byte_s and self._order is not None:
+            why = f"{self.worker}: no byte of an answer in {limits.first_byte_s:g} s"
+            if self._order.stream:
+                self.cut(why)
+            else:  # which comes when all of it is computed: no sign of how its worker is
+                self._refuse(504, why)
         stalled = self._client.stalled_at is not None
         if self.phase is Phase.PASSING and quiet_s > limits.idle_s and not stalled and not self._tunnel:
             self.cut(f"{self.worker}: no further byte in {limits.idle_s:g} s")
@@ -206,6 +181,14 @@ class Exchange:
         return self._guard.worker if self._guard is not None else ""
 
     # Towards the worker.
+
+    def _place(self, order: Order) -> None:
+        proxy = self._proxy
+        among = [url for url in proxy.desk.candidates(order, self._tried) if proxy.has_room(url)]
+        if among:
+            flight = proxy.desk.begin(order, among=among, now=proxy.now())
+            self._guard = Guard(flight, proxy.link(flight.worker))
+            self._reach()
 
     def _find(self) -> None:
         """A place now, or later."""

@@ -27,6 +27,13 @@ class Connecting(Protocol):
         """There is none to be had. REFUSED: nobody listens there; SILENT: it cannot be told."""
 
 
+class Errand(Protocol):
+    """A request of the router's own that is at this worker."""
+
+    def worker_down(self) -> None:
+        """It answers nothing any more."""
+
+
 class Attempt:
     """One wait for a connection. ``forget``: it is not wanted any more, and goes to the idle ones."""
 
@@ -46,7 +53,7 @@ class Attempt:
 
 
 class Link:
-    """To one worker. in_flight: requests that hold a place there."""
+    """To one worker. in_flight: requests that hold a place there. errands: those of the router's own."""
 
     def __init__(
         self,
@@ -66,6 +73,7 @@ class Link:
         self._port = parts.port or (443 if self._secure else 80)
         self._connect_s = connect_s
         self._tls = tls
+        self.errands: set[Errand] = set()
         self._idle: list[WorkerConnection] = []
         self._all: set[WorkerConnection] = set()
         self._tasks: set[asyncio.Task[None]] = set()

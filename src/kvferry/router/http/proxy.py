@@ -126,6 +126,9 @@ class Proxy:
         for exchange in list(self._exchanges):
             if exchange.worker == url and exchange.phase in (Phase.SENT, Phase.CONNECTING):
                 exchange.cut(f"{url} does not answer")
+        link = self._links.get(url)
+        for errand in list(link.errands) if link is not None else ():
+            errand.worker_down()
 
     # Requests.
 
@@ -184,17 +187,19 @@ class Proxy:
         future.add_done_callback(tell)
 
     def _read_by(self, read: Callable[[], Order], exchange: Exchange) -> None:
+        self.survive(exchange, lambda: exchange.ordered(read()))
+
+    def survive(self, exchange: Exchange, step: Callable[[], None]) -> None:
+        """A step of this request, whose errors are its own."""
         try:
-            order = read()
+            step()
         except RefusedError as error:
             exchange.unreadable(error)
         except Exception:  # one request must not stop the others
             self.count("defects")
             if self._events["defects"] <= MAX_DEFECTS_LOGGED:
-                log.exception("a request could not be read, which is a defect of the router")
+                log.exception("a request could not be read or placed, which is a defect of the router")
             exchange.defect()
-        else:
-            exchange.ordered(order)
 
     def hold(self, nbytes: int) -> bool:
         """Whether there is memory for so much more of bodies; it is taken then."""
