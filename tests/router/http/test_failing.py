@@ -133,7 +133,7 @@ def test_what_may_have_had_an_effect_is_not_sent_twice() -> None:
             scripted(killed) as b,
             routing(a, b, engine_control=True) as router,
         ):
-            answer = await ask(router, "/v1/load_lora_adapter", b'{"lora_name": "x"}')
+            answer = await ask(router, "/v1/batches", b'{"model": "x"}')
             assert (answer.status, len(seen)) == (502, 1)
 
     run(test)
