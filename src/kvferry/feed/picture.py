@@ -2,6 +2,8 @@
 
 A snapshot may be taken while events go on being applied: what is said after it began is said again to whoever
 takes it, in order, and what was said of each chunk last counts. So a slice may be of any moment since.
+
+What others share is known to each node in part only: what one of them has put there, another may find gone.
 """
 
 from collections.abc import Iterator, Sequence
@@ -82,9 +84,7 @@ class Picture:
             case Held():
                 return self._held(event)
             case Gone():
-                shelf = self._shelves.get(_shelf(event))
-                old = [] if shelf is None else shelf.remove(split(event.digests))
-                return [Gone(event.level, event.engine, event.space, b"".join(old))] if old else []
+                return self._gone(event)
             case Cleared(level=level, engine=engine):
                 for name in [name for name in self._shelves if name[:2] == (level, engine)]:
                     del self._shelves[name]
@@ -154,6 +154,13 @@ class Picture:
             forgotten = [old for digest in new[:over] for old in chunks.remove([chunks.oldest_of(digest)])]
             found.append(Gone(*name, b"".join(forgotten)))
         return found
+
+    def _gone(self, event: Gone) -> list[AnyEvent]:
+        shelf = self._shelves.get(_shelf(event))
+        old = [] if shelf is None else shelf.remove(split(event.digests))
+        if event.level >= Level.VALKEY:  # another node may have said that they are there
+            return [event]
+        return [Gone(event.level, event.engine, event.space, b"".join(old))] if old else []
 
 
 def _shelf(event: Held | Gone) -> Shelf:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.runs import runs
 
+from kvferry.feed.picture import Picture
 from kvferry.feed.wire import (
     AnyEvent,
     Cleared,
@@ -377,3 +378,16 @@ def test_a_shared_tier_that_was_cleared_shares_nothing_when_its_bit_is_somebody_
     assert knowledge.told._shared_bits
     knowledge.apply("na", Cleared(Level.VALKEY, 0))
     assert not knowledge.told._shared_bits
+
+
+def test_what_one_node_put_into_a_shared_tier_another_may_find_gone(knowledge: Knowledge) -> None:
+    """The other never knew of it: that it is gone is news all the same."""
+    linked(knowledge)
+    knowledge.near("wb", "nb")
+    one, other = Picture(), Picture()
+    for event in one.apply(Held(Level.VALKEY, 0, 1, digests("p", 10))):
+        knowledge.apply("na", event)
+    assert held(knowledge, "wb").shared == 1000
+    for event in other.apply(Gone(Level.VALKEY, 0, 1, digests("p", 10)[4 * 32 :])):
+        knowledge.apply("nb", event)
+    assert held(knowledge, "wb").shared == 400
