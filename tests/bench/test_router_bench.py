@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -86,7 +87,8 @@ def test_the_end_of_a_head_is_not_taken_for_that_of_the_answer() -> None:
         asking = asyncio.create_task(stream.ask(b"head", b"body"))
         await asyncio.sleep(0)
         stream.data_received(b"HTTP/1.1 200 OK\r\nX-Request-Id: 10\r\n\r\n")
-        await asyncio.sleep(0)
+        for _ in range(10):
+            await asyncio.sleep(0)
         early = asking.done()
         stream.data_received(b"c\r\ndata: {}\n\n\r\n")
         stream.data_received(b"0\r\n\r\n")
@@ -189,19 +191,21 @@ def test_a_slowed_process_stands_still_and_goes_on_afterwards() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True
     ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        states = set()
-        with Slowed(process.pid, share=0.5, period_s=0.02):
+        try:
+            assert process.stdout is not None
+            process.stdout.readline()
+            states = set()
             until = time.monotonic() + 30
-            while not {"T", "R"} <= states and time.monotonic() < until:
-                states.add(Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0])
-        assert {"T", "R"} <= states
-        before = cpu_s(process.pid)
-        while cpu_s(process.pid) < before + 0.1 and time.monotonic() < until:
-            time.sleep(0.01)
-        assert cpu_s(process.pid) >= before + 0.1
-        os.killpg(process.pid, 9)
+            with Slowed(process.pid, share=0.5, period_s=0.02):
+                while not {"T", "R"} <= states and time.monotonic() < until:
+                    states.add(Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()[0])
+            assert {"T", "R"} <= states
+            before = cpu_s(process.pid)
+            while cpu_s(process.pid) < before + 0.1 and time.monotonic() < until:
+                time.sleep(0.01)
+            assert cpu_s(process.pid) >= before + 0.1
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _run(ttft_s: float, cpu_request_s: float = 0.001) -> Run:
