@@ -231,7 +231,7 @@ def test_what_is_short_of_what_was_wanted_is_said_and_nothing_else() -> None:
     ]
     alone = Comparison("no shared tier", outcomes=shared.outcomes)
     assert report.shortfalls(Report(choices=[alone])) == []
-    grown = Growth(OURS.name, (0, 10, 20), (100, 100, 120))
+    grown = Growth(OURS.name, (0, 10, 20, 30), (100, 100, 110, 120))
     assert len(report.shortfalls(Report(memory=[grown]))) == 1
     whole = Report(latency=[late], choices=[shared], memory=[grown], tokens=[good], saturated=[good])
     assert report.terminal(whole).count("short: ") == len(whole.document()["short"]) == 6

@@ -18,6 +18,7 @@ from kvferry.testing.worker_fleet import RemoteWorker, running_workers
 MESSAGES = 20  # of a request: so many prefixes that nobody has seen
 STREAMS = 32
 STEPS = 10
+LATE = 3
 BLOCK = 64
 
 
@@ -30,14 +31,13 @@ class Growth:
     resident_bytes: tuple[int, ...]
 
     @property
-    def last_half(self) -> float:
-        """How much it grew over the second half, as a share of what it was half-way."""
-        middle = self.resident_bytes[len(self.resident_bytes) // 2]
-        return self.resident_bytes[-1] / middle - 1
+    def late(self) -> float:
+        """How much it grew over the last ``LATE`` steps: by then every table of ours is full."""
+        return self.resident_bytes[-1] / self.resident_bytes[-1 - LATE] - 1
 
     def document(self) -> dict[str, Any]:
         """For JSON."""
-        return {**asdict(self), "last_half": self.last_half}
+        return {**asdict(self), "late": self.late}
 
 
 class Talks:

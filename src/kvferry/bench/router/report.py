@@ -47,9 +47,9 @@ def shortfalls(report: Report) -> list[str]:
     found = [line for cell in report.latency for line in _late(cell)]
     found += [line for comparison in report.choices for line in _worse(comparison)]
     found += [
-        f"memory of {growth.arm} grew by {growth.last_half:.0%} over the second half of the prefixes"
+        f"memory of {growth.arm} grew by {growth.late:.0%} over the last three tenths of the prefixes"
         for growth in report.memory
-        if growth.arm == OURS.name and growth.last_half > GROWTH
+        if growth.arm == OURS.name and growth.late > GROWTH
     ]
     return found
 
