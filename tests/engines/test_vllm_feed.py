@@ -1,5 +1,6 @@
 """A real vLLM with a node: what the node tells of its requests, and what vLLM's own KV events tell."""
 
+import asyncio
 import json
 import os
 import random
@@ -135,7 +136,7 @@ def test_each_request_is_told_with_the_id_that_the_client_gave(
     assert (visible_id(view.prompts[2].request_id), view.prompts[2].digests) == ("short", b"")
 
     eventually(lambda: own.at(Level.ENGINE), "vLLM's own events")
-    loop.loop.call_soon_threadsafe(lambda: follower.prompt("first", prompt, salt=""))
+    asyncio.run_coroutine_threadsafe(follower.prompt("first", prompt, salt=""), loop.loop)
     eventually(lambda: own.prompts, "found by its tokens")
     blocks = own.prompts[0].digests
     assert len(blocks) >= 32

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from tests.feed.view import View
 
-from kvferry.errors import RefusedError, RetryError
+from kvferry.errors import RefusedError
 from kvferry.feed.wire import Cleared, EngineUp, Gone, Held, Level, Space
 from kvferry.router.feed.blocks import (
     AllBlocksCleared,
@@ -23,7 +23,6 @@ from kvferry.router.feed.blocks import (
     decode_batch,
 )
 from kvferry.router.feed.kvevents import KvEventsFollower
-from kvferry.router.feed.tokens import MAX_WAITING, TokenAsker
 from kvferry.testing.expectations import WAIT_S, eventually
 
 zmq = pytest.importorskip("zmq", reason="tested where pyzmq is, as with an engine")
@@ -60,8 +59,8 @@ def test_a_prompts_blocks_are_those_that_the_engine_stored_for_it() -> None:
     assert isinstance(now, Held)
     assert (space.chunk_tokens, now.digests) == (4, b"".join(chain(tokens, 4)))
     later = blocks.take(batch(stored([50, 51, 52, 53], parent=102, first=103)))
-    assert later == [Held(Level.ENGINE, 1, 1, chain([*tokens, 50, 51, 52, 53], 4)[3])]
-    assert chain([*tokens, 50, 51], 4) == chain(tokens, 4)  # whole blocks only
+    assert later == [Held(Level.ENGINE, 1, 1, [*chain([*tokens, 50, 51, 52, 53], 4)][3])]
+    assert list(chain([*tokens, 50, 51], 4)) == list(chain(tokens, 4))  # whole blocks only
 
 
 def test_two_workers_that_call_a_block_differently_hold_the_same() -> None:
@@ -110,7 +109,7 @@ def test_blocks_that_vllm_leaves_out_or_has_in_part_change_nothing() -> None:
     assert blocks.take(batch(BlockStored([201], 101, [8, 9], 2))) == []
     for event in blocks.take(batch(stored([8, 9, 10, 11], parent=101, first=102))):
         view.apply("w", event)
-    assert held(view) == {*before, chain(list(range(12)), 4)[2]}
+    assert held(view) == {*before, [*chain(list(range(12)), 4)][2]}
 
 
 def test_other_media_and_other_groups_are_not_the_engines_own_cache() -> None:
@@ -274,7 +273,7 @@ def tokens(number: int) -> list[int]:
 
 
 def digest(number: int) -> bytes:
-    return chain(tokens(number), 4)[0]
+    return next(chain(tokens(number), 4))
 
 
 def block(number: int) -> BlockStored:
@@ -356,62 +355,23 @@ def test_rubbish_costs_what_was_known_and_no_more(
 def test_a_prompt_is_told_by_its_tokens(loop: Loop, publisher: Publisher, stack: ExitStack) -> None:
     follower, view = follow(loop, publisher, stack)
     _joined(publisher, view)
-    loop.loop.call_soon_threadsafe(lambda: follower.prompt("cmpl-1", [*tokens(0), 7], salt=""))
+    asyncio.run_coroutine_threadsafe(follower.prompt("cmpl-1", [*tokens(0), 7], salt=""), loop.loop)
     eventually(lambda: view.prompts, "told")
     (prompt,) = view.prompts
     assert (prompt.request_id, prompt.digests, prompt.prompt_tokens) == ("cmpl-1", digest(0), 5)
 
 
-# ---- asking for tokens
+def test_long_prompts_are_named_bit_by_bit(loop: Loop, publisher: Publisher, stack: ExitStack) -> None:
+    follower, view = follow(loop, publisher, stack)
+    _joined(publisher, view)
 
+    async def turns() -> int:
+        naming = asyncio.create_task(follower.prompt("r", [1] * 40_000, salt=""))
+        count = 0
+        while not naming.done():
+            await asyncio.sleep(0)
+            count += 1
+        return count
 
-def asker(
-    loop: Loop, stack: ExitStack, post: Callable[[bytes], Awaitable[bytes]]
-) -> tuple[TokenAsker, list[Any]]:
-    told: list[Any] = []
-
-    async def begin() -> TokenAsker:
-        made = TokenAsker(post, lambda *what: told.append(what))
-        made.start()
-        return made
-
-    made = loop.call(begin)
-    stack.callback(lambda: loop.call(made.close))
-    return made, told
-
-
-def test_tokens_are_asked_for_once_and_with_all_that_decides_on_them(loop: Loop, stack: ExitStack) -> None:
-    bodies: list[Any] = []
-
-    async def post(body: bytes) -> bytes:
-        bodies.append(msgspec.json.decode(body))
-        return b'{"count": 2, "max_model_len": 10, "tokens": [5, 6]}'
-
-    made, told = asker(loop, stack, post)
-    body = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5, "stream": true}'
-    for _ in range(2):
-        loop.loop.call_soon_threadsafe(made.sent, b"n", "r", "/v1/chat/completions", body, "salt")
-    eventually(lambda: told, "told")
-    loop.loop.call_soon_threadsafe(made.sent, b"o", "q", "/v1/completions", b'{"prompt": [1, 2]}', "")
-    loop.loop.call_soon_threadsafe(made.sent, b"p", "q", "/v1/embeddings", body, "")
-    eventually(lambda: len(told) == 2, "told")
-    assert told == [("r", [5, 6], "salt"), ("q", [1, 2], "")]
-    assert bodies == [{"model": "m", "messages": [{"role": "user", "content": "x"}]}]
-
-
-def test_questions_that_wait_are_bounded_and_failures_are_counted(loop: Loop, stack: ExitStack) -> None:
-    let_go = asyncio.Event()
-
-    async def post(body: bytes) -> bytes:
-        await let_go.wait()
-        raise RetryError("no answer")
-
-    made, told = asker(loop, stack, post)
-    for number in range(MAX_WAITING + 50):
-        loop.loop.call_soon_threadsafe(
-            made.sent, b"%d" % number, "r", "/v1/completions", b'{"prompt": "x"}', ""
-        )
-    eventually(lambda: made.left_out >= 49, "left out")
-    loop.loop.call_soon_threadsafe(let_go.set)
-    eventually(lambda: made.failed >= MAX_WAITING, "counted")
-    assert told == []
+    assert asyncio.run_coroutine_threadsafe(turns(), loop.loop).result(WAIT_S) > 10_000 // 128
+    assert view.prompts[-1].prompt_tokens == 40_000

@@ -6,7 +6,7 @@ is in vLLM's key (a salt, an adapter): the same for all workers, and for a promp
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -72,15 +72,12 @@ def decode_batch(payload: bytes) -> EventBatch:
     return batch
 
 
-def chain(tokens: Sequence[int], block_tokens: int, *, salt: str = "") -> list[bytes]:
+def chain(tokens: Sequence[int], block_tokens: int, *, salt: str = "") -> Iterator[bytes]:
     """The names of a prompt's whole blocks. Raises RefusedError for what are no tokens."""
-    names: list[bytes] = []
     parent = _root(block_tokens)
     for at in range(0, len(tokens) - block_tokens + 1, block_tokens):
-        extra = [salt] if salt and not names else None
-        parent = _name(parent, tokens[at : at + block_tokens], extra)
-        names.append(parent)
-    return names
+        parent = _name(parent, tokens[at : at + block_tokens], [salt] if salt and not at else None)
+        yield parent
 
 
 def _root(block_tokens: int) -> bytes:

@@ -15,6 +15,7 @@ import logging
 import random
 import time
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from kvferry.errors import KvferryError, MisconfiguredError, RefusedError
@@ -33,6 +34,8 @@ OVERLAP_S = 5.0
 """So long after a replay what it has told may come again."""
 END = (1 << 64) - 1
 PIECE = 1024
+NAMED_AT_ONCE = 128
+"""Blocks of a prompt, at a few microseconds each."""
 
 log = logging.getLogger("kvferry.router.kvevents")
 
@@ -93,13 +96,19 @@ class KvEventsFollower:
             self._known = False
             self._knowledge.lost(self.name)
 
-    def prompt(self, request_id: str, tokens: list[int], *, salt: str) -> None:
-        """A request that was sent there has these tokens."""
+    async def prompt(self, request_id: str, tokens: list[int], *, salt: str) -> None:
+        """A request that was sent there has these tokens. Others have the loop meanwhile."""
         size = self.blocks.block_tokens
         if not size:
             return
-        names = chain(tokens, size, salt=salt)[:MAX_CHUNKS]
-        self._knowledge.apply(self.name, Prompt(ENGINE, SPACE, request_id, b"".join(names), len(tokens), 0))
+        names: list[bytes] = []
+        for name in islice(chain(tokens, size, salt=salt), MAX_CHUNKS):
+            names.append(name)
+            if len(names) % NAMED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        if size == self.blocks.block_tokens:
+            event = Prompt(ENGINE, SPACE, request_id, b"".join(names), len(tokens), 0)
+            self._knowledge.apply(self.name, event)
 
     def statistics(self) -> KvEventsStatistics:
         """A snapshot."""

@@ -12,7 +12,8 @@ import msgspec
 from kvferry.errors import KvferryError
 
 MAX_WAITING = 64
-"""Prompts; of more, the oldest are left out."""
+"""Prompts, and of all their bodies; of more, the oldest are left out."""
+MAX_WAITING_BYTES = 4 << 20
 MAX_REMEMBERED = 4096
 MAX_BODY_BYTES = 1 << 20
 MAX_TOKENS = 1 << 21
@@ -22,7 +23,7 @@ log = logging.getLogger("kvferry.router.kvevents")
 
 Post = Callable[[bytes], Awaitable[bytes]]
 """Sends a body to the worker's ``/tokenize``. Raises KvferryError."""
-Told = Callable[[str, list[int], str], None]
+Told = Callable[[str, list[int], str], Awaitable[None]]
 """Request id, tokens, salt."""
 
 
@@ -57,6 +58,7 @@ class TokenAsker:
         self.asked = self.failed = self.left_out = 0
         self._post, self._told = post, told
         self._waiting: OrderedDict[bytes, _Wanted] = OrderedDict()
+        self._waiting_bytes = 0
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -81,8 +83,9 @@ class TokenAsker:
         if len(self._known) > MAX_REMEMBERED:
             self._known.popitem(last=False)
         self._waiting[name] = _Wanted(request_id, body, salt)
-        if len(self._waiting) > MAX_WAITING:
-            self._waiting.popitem(last=False)
+        self._waiting_bytes += len(body)
+        while len(self._waiting) > MAX_WAITING or self._waiting_bytes > MAX_WAITING_BYTES:
+            self._known.pop(self._next()[0], None)
             self.left_out += 1
         self._wake.set()
 
@@ -91,10 +94,10 @@ class TokenAsker:
             await self._wake.wait()
             self._wake.clear()
             while self._waiting:
-                name, wanted = self._waiting.popitem(last=False)
+                name, wanted = self._next()
                 try:
                     tokens = await self._tokens(wanted.body)
-                    self._told(wanted.request_id, tokens, wanted.salt)
+                    await self._told(wanted.request_id, tokens, wanted.salt)
                 except (KvferryError, msgspec.DecodeError, UnicodeDecodeError) as error:
                     self._known.pop(name, None)
                     self.failed += 1
@@ -102,6 +105,11 @@ class TokenAsker:
                 except Exception:
                     self.failed += 1
                     log.exception("a defect in asking for tokens; it goes on")
+
+    def _next(self) -> tuple[bytes, _Wanted]:
+        name, wanted = self._waiting.popitem(last=False)
+        self._waiting_bytes -= len(wanted.body)
+        return name, wanted
 
     async def _tokens(self, body: bytes) -> list[int]:
         asked = msgspec.json.decode(body, type=_Body)
