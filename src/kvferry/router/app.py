@@ -327,8 +327,9 @@ class Router:
         task.add_done_callback(self._tasks.discard)
 
     def _changed(self, url: str, change: Change) -> None:
-        if change.lost and url in self._feeds:
-            self.knowledge.near(url, self._feeds[url])
+        node = self._feeds.get(url) or self.engine_events.node(url)
+        if change.lost and node is not None:
+            self.knowledge.near(url, node)
         log.info("worker %s is %s (was %s)", url, change.after.value, change.before.value)
         if change.after is State.DOWN and not change.answers:
             # Soon: the request that showed it is still being placed elsewhere.

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.runs import runs
 
+from kvferry.router.choice import ALL_UP_TO
 from kvferry.router.contract import Key
 from kvferry.router.knowledge.seen import MIN_CAPACITY_TOKENS, Seen
 
@@ -122,6 +123,15 @@ def test_a_number_given_to_another_worker_inherits_nothing() -> None:
     seen.renew(0)
     assert reach(seen, keys("a"), 0) == 0
     assert seen.cache(0).capacity > 5000
+
+
+def test_of_a_pool_whose_workers_are_all_looked_at_each_ones_cache_counts() -> None:
+    seen = Seen()
+    for worker in range(ALL_UP_TO):
+        seen.sent(keys("a"), worker, new_tokens=10)
+    seen.forget(3)
+    [(_, mask)] = seen.holds(keys("a"), [10], (1 << ALL_UP_TO) - 1)
+    assert mask == (1 << ALL_UP_TO) - 1 - (1 << 3)
 
 
 def test_names_are_bounded() -> None:

@@ -53,6 +53,11 @@ class EngineEvents:
             asker.start()
         return name
 
+    def node(self, worker: str) -> str | None:
+        """What the knowledge calls its events, where they are followed."""
+        followed = self._followed.get(worker)
+        return None if followed is None else followed[0].name
+
     async def unfollow(self, worker: str) -> None:
         """It is no worker any more."""
         followed = self._followed.pop(worker, None)

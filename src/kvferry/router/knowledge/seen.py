@@ -20,7 +20,7 @@ ASSUMED_CAPACITY_TOKENS = 1 << 19  # until something says otherwise
 MIN_CAPACITY_TOKENS = 2048.0
 TELLING_TOKENS = 128  # a smaller expectation proves nothing
 EMPTY_AFTER = 2  # misses one after the other, of prefixes used lately: the cache is empty
-FEW = 16  # holders that are looked at one by one
+FEW = 24  # holders that are looked at one by one: all of a pool whose workers are
 
 
 @dataclass(slots=True)
