@@ -216,6 +216,8 @@ class CostFlight(CountedFlight):
         if self._told is not None and seconds is not None and usage.cached_tokens < price.cached_tokens // 2:
             actual = pool.prefill(self._known).seconds(new_tokens, cached)
             self._known.pace.corrected(self._told, seconds - loading_s, self._predicted_s(actual))
+        if price.engine_tokens < price.cached_tokens // 2 and usage.cached_tokens < price.cached_tokens // 2:
+            knowledge.load_missed(self._known.worker)
         knowledge.judged(
             self._known.worker,
             self._mark,

@@ -1,6 +1,7 @@
 """Feeds and what was sent, put together: who holds how much of a prompt."""
 
 from hashlib import blake2b
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +23,8 @@ from kvferry.feed.wire import (
     Space,
     Speed,
 )
-from kvferry.router.contract import Asked, Key
+from kvferry.router.choice import CostGuide
+from kvferry.router.contract import Asked, Ended, Key, Usage
 from kvferry.router.knowledge import Held as Tokens
 from kvferry.router.knowledge import Knowledge
 from kvferry.router.knowledge.knowledge import ASSUMED_SHORTFALL
@@ -391,3 +393,21 @@ def test_what_one_node_put_into_a_shared_tier_another_may_find_gone(knowledge: K
     for event in other.apply(Gone(Level.VALKEY, 0, 1, digests("p", 10)[4 * 32 :])):
         knowledge.apply("nb", event)
     assert held(knowledge, "wb").shared == 400
+
+
+def test_a_node_that_died_is_not_believed_after_the_first_load_that_it_does_not_bring(
+    knowledge: Knowledge,
+) -> None:
+    guide = CostGuide(knowledge, random=Random(1))
+    linked(knowledge)
+    knowledge.near("wb", "nb")
+    knowledge.apply("nb", Held(Level.MEMORY, 0, 1, digests("p", 10)))
+    for followed in (True, False):
+        if not followed:
+            knowledge.lost("nb")
+        flight = guide.begin(asked("p", f"f{followed}"), among=("wb",), now=0.0)
+        flight.first_byte(1.0)
+        assert held(knowledge, "wb").memory == 1000
+        flight.end(Ended.DONE, 2.0, Usage(1000, 0, 10))
+        knowledge.seen.forget(knowledge.worker("wb").number)
+        assert held(knowledge, "wb").memory == (1000 if followed else 0)

@@ -171,6 +171,15 @@ class Knowledge:
         self.told.lost(node)
         self._leave(node)
 
+    def load_missed(self, worker: Worker) -> None:
+        """An answer showed that its node did not bring what was expected.
+
+        One that is followed says so itself; of one that is not, nothing that it said counts any more.
+        """
+        known = self.told.nodes.get(worker.node) if worker.node is not None else None
+        if known is not None and not known.followed:
+            self.reset(known.name)
+
     def removed(self, node: str) -> None:
         """It is gone for good."""
         self.reset(node)
