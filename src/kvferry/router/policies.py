@@ -1,6 +1,6 @@
 """Policies to compare with: each a ``contract.Guide`` that knows less than the cost model. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 
 from kvferry.errors import BrokenError
@@ -24,10 +24,16 @@ class Counting:
 
     def __init__(self) -> None:
         self.loads = Loads()
+        self._turns = 0
 
     def choose(self, asked: Asked, among: Sequence[str], now: float) -> str:
         """One of these; not empty."""
         raise NotImplementedError
+
+    def turned(self, among: Sequence[str]) -> Iterator[str]:
+        """All of them, each time from the next one on."""
+        self._turns += 1
+        return (among[(self._turns + place) % len(among)] for place in range(len(among)))
 
     def begin(self, asked: Asked, *, among: Sequence[str], now: float) -> Flight:
         """See ``Guide``."""
@@ -58,15 +64,10 @@ class RoundRobin(Counting):
 
     name = "round_robin"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._turn = 0
-
     def choose(self, asked: Asked, among: Sequence[str], now: float) -> str:
         """See ``Counting``."""
         del asked, now
-        self._turn += 1
-        return among[self._turn % len(among)]
+        return next(self.turned(among))
 
 
 class LeastLoad(Counting):
@@ -74,16 +75,10 @@ class LeastLoad(Counting):
 
     name = "least_load"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._turn = 0
-
     def choose(self, asked: Asked, among: Sequence[str], now: float) -> str:
         """See ``Counting``."""
         del asked, now
-        self._turn += 1
-        turned = (among[(self._turn + place) % len(among)] for place in range(len(among)))
-        return min(turned, key=self._order)
+        return min(self.turned(among), key=self._order)
 
     def _order(self, worker: str) -> tuple[int, int]:
         load = self.loads.of(worker)
@@ -98,16 +93,10 @@ class SessionAffinity(Counting):
 
     name = "session"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._turn = 0
-
     def choose(self, asked: Asked, among: Sequence[str], now: float) -> str:
         """See ``Counting``."""
         del now
         session = asked.session.encode() if asked.session else asked.keys[0].name if asked.keys else b""
         if session:
             return max(among, key=lambda worker: blake2b(session + worker.encode(), digest_size=8).digest())
-        self._turn += 1
-        turned = (among[(self._turn + place) % len(among)] for place in range(len(among)))
-        return min(turned, key=lambda worker: self.loads.of(worker).requests)
+        return min(self.turned(among), key=lambda worker: self.loads.of(worker).requests)

@@ -11,7 +11,6 @@ the connection is made anew, for a snapshot. Whatever a peer does costs one fram
 """
 
 import asyncio
-import contextlib
 import enum
 import logging
 import random
@@ -38,6 +37,7 @@ from kvferry.feed.wire import (
 from kvferry.frames import FrameBuffer, refusal_text
 from kvferry.identity.names import DIGEST_BYTES
 from kvferry.router.feed.stream import GapError, Stream
+from kvferry.router.feed.tasks import end
 from kvferry.tls import explained
 
 CONNECT_S = 3.0
@@ -136,10 +136,7 @@ class Follower:
     async def close(self) -> None:
         """Hang up; the node is told to be lost. Idempotent."""
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await end(task)
         self._lose()
 
     def prefetch(self, namespace: bytes, chunks: Sequence[bytes]) -> bool:

@@ -10,7 +10,6 @@ changes. Requests are found in its blocks by their tokens, which the worker itse
 """
 
 import asyncio
-import contextlib
 import logging
 import random
 import time
@@ -23,6 +22,7 @@ from kvferry.feed.wire import MAX_CHUNKS, AnyEvent, Held, Prompt
 from kvferry.identity.names import DIGEST_BYTES
 from kvferry.router.feed.blocks import ENGINE, SPACE, Blocks, chain, decode_batch
 from kvferry.router.feed.follower import Knowledge
+from kvferry.router.feed.tasks import end
 
 MAX_MESSAGE_BYTES = 16 << 20
 QUEUED_MESSAGES = 1000
@@ -88,10 +88,7 @@ class KvEventsFollower:
     async def close(self) -> None:
         """Idempotent."""
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await end(task)
         if self._known:
             self._known = False
             self._knowledge.lost(self.name)

@@ -1,7 +1,6 @@
 """A prompt's tokens, as its worker counts them: asked of it behind the request, and never in its way."""
 
 import asyncio
-import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
@@ -10,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvferry.errors import KvferryError
+from kvferry.router.feed.tasks import end
 
 MAX_WAITING = 64
 """Prompts, and of all their bodies; of more, the oldest are left out."""
@@ -70,10 +70,7 @@ class TokenAsker:
     async def close(self) -> None:
         """Idempotent."""
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await end(task)
 
     def sent(self, name: bytes, request_id: str, path: str, body: bytes, salt: str) -> None:
         """A request is on its way there. name: of its whole prompt; one that was asked for is not again."""
