@@ -80,6 +80,7 @@ def test_workers_come_and_go_at_run_time_and_requests_are_explained(tmp_path: Pa
         (400, "POST", "/workers", {"url": "gpu1:8000"}),
         (400, "POST", "/workers", {"url": "http://gpu1:8000", "weight": 1}),
         (413, "POST", "/workers", {"url": "x" * 70_000}),
+        (400, "POST", "/workers", {"url": "http://gpu1:8000", "pool": "two words"}),
         (404, "DELETE", "/workers?url=http://gpu1:1", None),
         (400, "DELETE", "/workers?url=http://gpu1:1&grace_s=soon", None),
         (404, "DELETE", "/workers?url=http://gpu1:1&grace_s=nan", None),

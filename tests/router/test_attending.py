@@ -261,14 +261,20 @@ def test_answers_are_read_in_any_framing() -> None:
 
 def test_what_is_no_answer_is_an_error_of_ours() -> None:
     async def test() -> None:
-        answers = {"/garbage": b"SMTP ready\r\n", "/large": ok(b"x" * 100)}
+        answers = {
+            "/garbage": b"SMTP ready\r\n",
+            "/large": ok(b"x" * 100),
+            "/half": ok(b"abc")[:-1],
+            "/part": b"HTTP/1.1 200 X\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n",
+        }
         async with answering(answers) as url:
             with pytest.raises(CorruptError, match="no HTTP"):
                 await get(url, "/garbage", timeout_s=PATIENCE_S)
             with pytest.raises(CorruptError, match="over 10 bytes"):
                 await get(url, "/large", timeout_s=PATIENCE_S, limit=10)
-            with pytest.raises(RetryError, match="without an answer"):
-                await get(url, "/nothing", timeout_s=PATIENCE_S)
+            for path in ("/nothing", "/half", "/part"):
+                with pytest.raises(RetryError, match="without a whole answer"):
+                    await get(url, path, timeout_s=PATIENCE_S)
         with pytest.raises(NobodyThereError, match="nobody listens"):
             await get(url, "/", timeout_s=PATIENCE_S)
         with pytest.raises(RetryError):

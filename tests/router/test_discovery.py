@@ -88,6 +88,34 @@ def _watched(names: Names, test: Any) -> None:
     run(whole)
 
 
+def test_a_worker_to_which_another_name_leads_stays() -> None:
+    one, two = Names(), Names()
+
+    async def whole() -> None:
+        workers: set[str] = set()
+        found = Discovery(
+            [WorkerAddress("http://one:80"), WorkerAddress("http://two:80")],
+            found=lambda url, _: workers.add(url),
+            gone=workers.discard,
+            lookup=lambda host, port: (one if host == "one" else two)(host, port),
+            every_s=0.01,
+        )
+        try:
+            one.says = two.says = ["10.0.0.1"]
+            await until(lambda: one.asked and two.asked and workers)
+            one.says = ["10.0.0.2"]
+            await until(lambda: "http://10.0.0.2:80" in workers)
+            asked = len(one.asked)
+            await until(lambda: len(one.asked) > asked + ABSENCES)
+            assert workers == {"http://10.0.0.1:80", "http://10.0.0.2:80"}
+            two.says = ["10.0.0.2"]
+            await until(lambda: workers == {"http://10.0.0.2:80"})
+        finally:
+            await found.close()
+
+    run(whole)
+
+
 def test_workers_come_and_go_with_their_addresses() -> None:
     names = Names()
 

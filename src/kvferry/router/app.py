@@ -185,7 +185,11 @@ class Router:
             return
         before, self._context = self._server, context
         self._server = await loop.create_server(
-            self.proxy.protocol, sock=self._sock.dup(), backlog=BACKLOG, ssl=context
+            self.proxy.protocol,
+            sock=self._sock.dup(),
+            backlog=BACKLOG,
+            ssl=context,
+            ssl_handshake_timeout=self.proxy.limits.head_s if context is not None else None,
         )
         if before is not None:
             before.close()

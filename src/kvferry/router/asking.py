@@ -37,7 +37,11 @@ class _Parts:
     def __init__(self, limit: int) -> None:
         self.body = bytearray()
         self.whole = False
+        self.sized = False  # it says where it ends: not with the connection
         self._limit = limit
+
+    def on_header(self, name: bytes, _: bytes) -> None:
+        self.sized = self.sized or name.lower() in (b"content-length", b"transfer-encoding")
 
     def on_body(self, data: bytes) -> None:
         if len(self.body) + len(data) > self._limit:
@@ -102,8 +106,8 @@ async def _get(
                 break
             _feed(parser, data)
         status = parser.get_status_code()
-        if status < 100:
-            raise RetryError(f"{url}{path}: the connection ended without an answer")
+        if status < 100 or (found.sized and not found.whole):
+            raise RetryError(f"{url}{path}: the connection ended without a whole answer")
         return Answer(status, bytes(found.body))
     finally:
         writer.transport.abort()

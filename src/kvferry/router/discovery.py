@@ -9,6 +9,7 @@ import ipaddress
 import logging
 import random
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit
@@ -81,6 +82,7 @@ class Discovery:
         self._gone = gone
         self._lookup = lookup or _look_up
         self._every_s = every_s
+        self._led: Counter[str] = Counter()  # how many names lead to it, by URL
         self._tasks = {name: asyncio.create_task(self._watch(name)) for name in names}
 
     async def close(self) -> None:
@@ -119,10 +121,14 @@ class Discovery:
     def _act(self, name: WorkerAddress, change: Found) -> None:
         for url in change.new:
             log.info("%s leads to the worker %s", name, url)
+            self._led[url] += 1
             self._found(url, name.pool)
         for url in change.gone:
             log.info("%s leads to the worker %s no more", name, url)
-            self._gone(url)
+            self._led[url] -= 1
+            if not self._led[url]:  # else another name still leads there
+                del self._led[url]
+                self._gone(url)
 
 
 def _url(scheme: str, address: str, port: int | None) -> str:

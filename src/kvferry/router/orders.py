@@ -10,7 +10,7 @@ from kvferry.router import pilot_report
 from kvferry.router.admin import Handler
 from kvferry.router.contract import Guide
 from kvferry.router.http.refusals import TurnedAwayError
-from kvferry.router.settings import parse_worker
+from kvferry.router.settings import parse_pool, parse_worker
 
 if TYPE_CHECKING:
     from kvferry.router.app import Router
@@ -33,7 +33,7 @@ def orders(router: "Router", reload: Callable[[], None]) -> dict[str, Handler]:
         except msgspec.MsgspecError as error:
             raise RefusedError(f'write {{"url": "http://host:8000"}}: {error}') from error
         url = parse_worker(added.url)
-        router.add_worker(url, pool=added.pool)
+        router.add_worker(url, pool=parse_pool(added.pool))
         return {"added": url}
 
     def remove(query: Mapping[str, str], body: bytes) -> object:

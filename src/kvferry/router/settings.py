@@ -163,15 +163,19 @@ def parse_worker(text: object) -> str:
     return f"{parts.scheme}://{host}" + (f":{port}" if port is not None else "")
 
 
+def parse_pool(name: str) -> str:
+    """Empty for the default one, which is also called so. Raises MisconfiguredError."""
+    if name and not _POOL.fullmatch(name):
+        raise MisconfiguredError(f"{name!r} is no name of a pool: letters, digits, - and _")
+    return "" if name == "default" else name
+
+
 def parse_workers(text: object) -> tuple[WorkerAddress, ...]:
     """``[POOL=]URL``, with commas between. Raises MisconfiguredError."""
     pools: dict[str, str] = {}
     for word in parse_text(text).split(","):
         pool, named, url = word.strip().partition("=")
-        if not named:
-            pool, url = "", pool
-        elif not _POOL.fullmatch(pool):
-            raise MisconfiguredError(f"{pool!r} is no name of a pool: letters, digits, - and _")
+        pool, url = (parse_pool(pool or " "), url) if named else ("", pool)
         url = parse_worker(url)
         if pools.setdefault(url, pool) != pool:
             raise MisconfiguredError(f"{url} is in two pools; give it once")

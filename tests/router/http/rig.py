@@ -111,6 +111,13 @@ async def scripted(handler: Handler) -> AsyncIterator[str]:
         await asyncio.sleep(0)
 
 
+async def read_request(reader: asyncio.StreamReader) -> bytes:
+    """Head and body, as a scripted worker gets them."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
+    return head + await reader.readexactly(length)
+
+
 class Answer:
     """status, headers in lower case, body without framing, raw: all bytes."""
 

@@ -13,6 +13,7 @@ from tests.router.http.rig import (
     client,
     mocks,
     prompt,
+    read_request,
     routing,
     run,
     scripted,
@@ -27,12 +28,6 @@ from kvferry.router.http.limits import Limits
 from kvferry.router.http.worker import WorkerConnection
 from kvferry.router.models import Model
 from kvferry.router.pilots import parse_share
-
-
-async def _read_request(reader: asyncio.StreamReader) -> bytes:
-    head = await reader.readuntil(b"\r\n\r\n")
-    length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
-    return head + await reader.readexactly(length)
 
 
 class FakeTransport:
@@ -192,7 +187,7 @@ def test_an_answer_is_not_taken_in_for_who_takes_none_of_the_one_before() -> Non
 
         async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             nonlocal sent
-            request = await _read_request(reader)
+            request = await read_request(reader)
             if request.startswith(b"GET /first"):
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n" + bytes(1_000_000))
                 await reader.readuntil(b"\r\n\r\n")
@@ -222,7 +217,7 @@ def test_an_answer_is_not_taken_in_for_who_takes_none_of_the_one_before() -> Non
 def test_a_redirect_to_the_worker_itself_leads_to_the_router() -> None:
     async def test() -> None:
         async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            request = await _read_request(reader)
+            request = await read_request(reader)
             host = request.partition(b"Host: ")[2].partition(b"\r\n")[0]
             where = b"//elsewhere/" if request.startswith(b"GET /else") else b"//" + host + b"/v1/models"
             writer.write(b"HTTP/1.1 307 R\r\nContent-Length: 0\r\nLocation: http:" + where + b"\r\n\r\n")
@@ -253,7 +248,7 @@ def test_errors_of_others_do_not_end_what_waits_for_its_answer() -> None:
         may = asyncio.Event()
 
         async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            request = await _read_request(reader)
+            request = await read_request(reader)
             if b"/bad" in request:
                 writer.write(b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n")
                 return
@@ -306,7 +301,7 @@ def test_a_defect_in_the_choice_costs_the_request_that_met_it_and_no_other(large
 def test_a_copy_is_made_once_even_where_a_kept_connection_had_been_closed() -> None:
     async def test() -> None:
         async def closing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await _read_request(reader)
+            await read_request(reader)
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
             await reader.readuntil(b"\r\n\r\n")  # and then it closes without a word
 

@@ -14,6 +14,7 @@ from tests.router.http.rig import (
     client,
     mocks,
     prompt,
+    read_request,
     routing,
     run,
     scripted,
@@ -32,11 +33,9 @@ def saying(*answers: bytes, then: str = "close", seen: list[bytes] | None = None
 
     async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for answer in answers:
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
-            body = await reader.readexactly(length)
+            request = await read_request(reader)
             if seen is not None:
-                seen.append(head + body)
+                seen.append(request)
             writer.write(answer)
             await writer.drain()
         if then == "hang":
@@ -314,9 +313,7 @@ def gated() -> tuple[asyncio.Event, Callable[[asyncio.StreamReader, asyncio.Stre
 
     async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
-            head = await reader.readuntil(b"\r\n\r\n")
-            length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0] or 0)
-            await reader.readexactly(length)
+            await read_request(reader)
             await may.wait()
             writer.write(WHOLE)
 

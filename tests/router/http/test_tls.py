@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import ssl
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.tiers.authority import Authority
 
 from kvferry.router import app
 from kvferry.router.app import Router
+from kvferry.router.http.limits import Limits
 
 
 async def connected(router: Router, context: ssl.SSLContext) -> Client:
@@ -35,6 +37,19 @@ def test_clients_are_served_over_tls_and_plain_ones_are_not(tmp_path: Path) -> N
             one.close()
             with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
                 await ask(router, CHAT, prompt())
+
+    run(test)
+
+
+def test_who_says_nothing_in_place_of_a_handshake_is_left_in_time(tmp_path: Path) -> None:
+    own = Authority(tmp_path).issue("router")
+
+    async def test() -> None:
+        limits = replace(Limits(), head_s=0.1)
+        async with routing("http://127.0.0.1:1", limits=limits, tls_cert=own.cert, tls_key=own.key) as router:
+            one = await Client.to(router.address)
+            assert await one.rest() == b""
+            one.close()
 
     run(test)
 
