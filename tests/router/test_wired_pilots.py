@@ -141,6 +141,17 @@ def test_what_has_no_prompt_is_not_copied() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("key", [None, Secret("k")])
+def test_a_key_that_everybody_may_use_is_warned_of(
+    key: Secret | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        async with mocks(1) as (worker,), routing(worker.url, worker_api_key=key):
+            assert ("let a trust file say who may" in caplog.text) is (key is not None)
+
+    run(test)
+
+
 def test_workers_get_the_routers_key_in_place_of_the_callers() -> None:
     async def test() -> None:
         async with mocks(1) as (worker,), routing(worker.url, worker_api_key=Secret("inner")) as router:

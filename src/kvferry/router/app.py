@@ -358,6 +358,10 @@ def run(settings: RouterSettings, *, reload: Callable[[], RouterSettings]) -> in
 
 def _trust(settings: RouterSettings) -> Trust:
     secret = settings.trust_secret or PUBLIC_SECRET
+    if settings.worker_api_key is not None and settings.trust is None:
+        log.warning(
+            "worker_api_key is sent for whoever reaches %s: let a trust file say who may", settings.listen
+        )
     return Trust(secret=secret) if settings.trust is None else Trust(read_rules(settings.trust), secret)
 
 

@@ -125,6 +125,24 @@ def test_who_waits_for_a_model_that_goes_is_told_and_nobody_else_notices() -> No
     run(test)
 
 
+def test_who_waits_is_placed_at_a_worker_that_turns_out_to_do() -> None:
+    async def test() -> None:
+        limits = replace(Limits(), per_worker=1)
+        async with mocks(2) as (a, b), routing(a.url, b.url, limits=limits) as router:
+            a.behave(hang=True)
+            router.roster.learned(a.url, (Model("mock", b"{}"),))
+            router.roster.learned(b.url, (Model("other", b"{}"),))
+            async with client(router) as holds, client(router) as waits:
+                holds.post(CHAT, prompt())
+                await until(lambda: at_workers(router) == 1)
+                waits.post(CHAT, prompt())
+                await until(lambda: len(router.proxy.waiting) == 1)
+                router.roster.learned(b.url, (Model("mock", b"{}"),))
+                assert (await waits.answer()).status == 200
+
+    run(test)
+
+
 def test_many_that_wait_for_one_model_do_not_keep_others_from_theirs() -> None:
     async def test() -> None:
         limits = replace(Limits(), per_worker=1)

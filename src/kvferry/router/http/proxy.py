@@ -287,6 +287,7 @@ class Proxy:
         for waiter in self.waiting.older_than(limits.queue_s):
             if isinstance(waiter, Exchange):
                 waiter.waited_too_long()
+        self.waiting.wake()  # what a worker has, or how it is, may have changed without a place getting free
         for exchange in list(self._exchanges):
             exchange.look(now)
         self._leaving = [link for link in self._leaving if link.connections]
