@@ -104,8 +104,10 @@ def test_stopping_twice_is_harmless(tmp_path: Path) -> None:
     assert child.exited()
 
 
+@pytest.mark.parametrize("stopped", [False, True])
 @pytest.mark.parametrize("prelude", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN); "])
-def test_a_child_dies_with_a_parent_that_was_killed(tmp_path: Path, prelude: str) -> None:
+def test_a_child_dies_with_a_parent_that_was_killed(tmp_path: Path, prelude: str, stopped: bool) -> None:
+    """Also one whose whole group is stopped, as a slow engine's is."""
     program = (
         "import sys, time\n"
         "from pathlib import Path\n"
@@ -128,27 +130,29 @@ def test_a_child_dies_with_a_parent_that_was_killed(tmp_path: Path, prelude: str
             # It must have become the command: before that, the kernel has not been asked yet.
             log = tmp_path / "sleeper.log"
             wait_until(lambda: log.read_text() != "", what="the command", timeout_s=WAIT_S)
+            if stopped:
+                os.killpg(pid, signal.SIGSTOP)
         finally:
             parent.kill()
     _gone(pid)
 
 
-def test_a_command_that_ends_leaves_no_guard_in_its_group(tmp_path: Path) -> None:
+def test_a_command_that_ends_leaves_no_guard_in_its_session(tmp_path: Path) -> None:
     child = Child("short", [sys.executable, "-I", "-S", "-c", "pass"], log=tmp_path / "short.log")
     wait_until(child.exited, what="its end", timeout_s=WAIT_S)
-    # What has ended and is not reaped is a member of the group still.
+    # What has ended and is not reaped is a member of the session still.
     wait_until(lambda: _members(child.pid) == [child.pid], what="the guard's end", timeout_s=WAIT_S)
     child.stop()
 
 
-def _members(group: int) -> list[int]:
+def _members(session: int) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         try:
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue  # no process, or it ended while we looked
-        if len(fields) > 2 and int(fields[2]) == group:
+        if len(fields) > 3 and int(fields[3]) == session:
             found.append(int(entry.name))
     return found
 

@@ -29,11 +29,15 @@ def main(arguments: list[str]) -> None:
 
 
 def _leave_guard(parent: int, command: int) -> None:
-    """An engine that is still starting does not end on SIGTERM: a process of its group sees to it."""
+    """An engine that is still starting does not end on SIGTERM: a process of its session sees to it.
+
+    Of a group of its own: whoever stops the command's whole group (SIGSTOP) does not stop it.
+    """
     if os.getpgrp() != command:
         return
     if os.fork() == 0:
         if os.fork() == 0:  # twice, so that the command has no child that it does not know
+            os.setpgid(0, 0)
             _guard(parent, command)
         os._exit(0)
     os.wait()
@@ -41,7 +45,7 @@ def _leave_guard(parent: int, command: int) -> None:
 
 
 def _guard(parent: int, command_id: int) -> None:
-    """Ends with the command. When the parent (a pidfd) dies first, ends the group, itself included."""
+    """Ends with the command. When the parent (a pidfd) dies first, ends the command's group."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
