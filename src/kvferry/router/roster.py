@@ -181,14 +181,11 @@ class Roster:
 
     def served(self, pool: str, model: str) -> Served:
         """Whether this pool has that model, also where all that have it are down."""
-        unknown = False
-        for worker in self._workers.values():
-            if worker.pool == pool and not worker.leaving:
-                if worker.models is None:
-                    unknown = True
-                elif worker.may_serve(model):
-                    return Served.YES
-        return Served.PERHAPS if unknown else Served.NO
+        there = [worker for worker in self._workers.values() if worker.pool == pool and not worker.leaving]
+        if any(worker.models is not None and worker.may_serve(model) for worker in there):
+            return Served.YES
+        told = there and all(worker.models is not None for worker in there)
+        return Served.NO if told else Served.PERHAPS  # where nobody is, nobody can tell
 
     def failures(self) -> dict[Failure, int]:
         """What requests met, also at workers that are gone."""

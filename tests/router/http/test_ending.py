@@ -348,3 +348,33 @@ def test_a_prefill_at_a_worker_that_goes_down_is_given_up() -> None:
             assert asked.result().status == 200
 
     run(test)
+
+
+def test_who_waited_for_workers_that_went_is_not_told_that_they_are_busy() -> None:
+    async def test() -> None:
+        limits = replace(Limits(), per_worker=1, queue_s=0.5)
+        async with mocks(1) as (worker,), routing(worker.url, limits=limits) as router:
+            worker.behave(hang=True)
+            async with client(router) as holds, client(router) as waits:
+                holds.post(CHAT, prompt())
+                await until(lambda: at_workers(router) == 1)
+                waits.post(CHAT, prompt())
+                await until(lambda: len(router.proxy.waiting) == 1)
+                router.drain_worker(worker.url, grace_s=600)
+                answer = await waits.answer()
+                assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+
+    run(test)
+
+
+def test_a_connection_is_not_handed_over_to_who_did_not_ask() -> None:
+    async def test() -> None:
+        async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await read_request(reader)
+            writer.write(b"HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n")
+            await reader.read()
+
+        async with scripted(worker) as url, routing(url) as router:
+            assert (await ask(router, CHAT, prompt())).status == 502
+
+    run(test)

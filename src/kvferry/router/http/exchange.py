@@ -150,9 +150,9 @@ class Exchange:
         """For a place."""
         if self.phase is Phase.WAITING:
             self._proxy.count("queue_timeout")
-            self._refuse(
-                429, "all workers are busy; try again later", retry_after_s=self._proxy.retry_after_s
-            )
+            there = self._order is not None and self._proxy.desk.candidates(self._order, self._tried)
+            status, why = (429, "all workers are busy") if there else (503, "no worker is available any more")
+            self._refuse(status, f"{why}; try again later", retry_after_s=self._proxy.retry_after_s)
 
     def look(self, now: float) -> None:
         """Whether its worker has been silent for too long."""
@@ -272,6 +272,10 @@ class Exchange:
             return
         self._moved()
         proxy = self._proxy
+        if head.status == 101 and not self._head.upgrade:
+            self._drop_connection()
+            self._failed(f"{guard.worker} answered 101 to what is no upgrade", Failure.LOST)
+            return
         proxy.desk.answered(guard.worker, head.status, proxy.now())
         again = head.status in _REPEATED and order.repeatable and self._sends < MAX_SENDS
         if again and proxy.desk.candidates(order, {**self._tried, guard.worker: None}):

@@ -286,7 +286,7 @@ class Proxy:
                 client.late()
         for waiter in self.waiting.older_than(limits.queue_s):
             if isinstance(waiter, Exchange):
-                waiter.waited_too_long()
+                self.survive(waiter, waiter.waited_too_long)
         self.waiting.wake()  # what a worker has, or how it is, may have changed without a place getting free
         for exchange in list(self._exchanges):
             exchange.look(now)
