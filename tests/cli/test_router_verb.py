@@ -73,8 +73,19 @@ def test_status_and_explain_find_the_router_and_say_what_it_did(
         assert "1: 0 in flight" in text.stdout and "1 done" in text.stdout
         document = json.loads(router.ask("status", "--router", "--json").stdout)
         assert [worker["state"] for worker in document["workers"]] == ["up", "up"]
-        told = router.ask("explain", "--router", "--", name)
-        assert told.returncode == 0 and "sent to" in told.stdout, told.stderr
+        (socket_path,) = map(str, tmp_path.glob("kvferry/router-*.sock"))
+        for order in (
+            ("--router", name),
+            (name, "--router"),
+            ("--router", socket_path, name),
+            (name, "--router", socket_path),
+            ("--router", "--", name),
+        ):
+            told = router.ask("explain", *order)
+            assert told.returncode == 0 and "sent to" in told.stdout, (order, told.stderr)
+        for order in (("--router",), ("--router", socket_path), ()):
+            told = router.ask("explain", *order)
+            assert told.returncode == 2 and "name a request" in told.stderr
         assert router.ask("explain", "nobody", "--router").returncode == 1
         refused = router.ask("status", "--router", "--keepers", "a")
         assert refused.returncode == 2 and "--keepers" in refused.stderr

@@ -17,6 +17,7 @@ from tests.servers import free_ports
 import kvferry
 from kvferry.cli import explain as explain_verb
 from kvferry.cli import status as status_verb
+from kvferry.cli.bench import BENCHMARKS
 from kvferry.cli.main import VERBS, main
 from kvferry.cli.table import COLUMNS, causes, clip, compact, duration, per_second, plain, share, table
 from kvferry.client.admin import AdminClient
@@ -46,6 +47,18 @@ def test_the_overview_names_every_verb_and_fits_a_screen(capsys: pytest.CaptureF
     assert max(map(len, lines)) <= SCREEN_COLUMNS
     for verb in VERBS:
         assert any(line.startswith(f"  {verb} ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "command", [*((verb,) for verb in VERBS), *(("bench", name) for name in BENCHMARKS)], ids=" ".join
+)
+def test_every_verb_and_every_benchmark_has_help(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--help"])
+    assert ended.value.code == 0
+    assert "--help" in capsys.readouterr().out
 
 
 def test_help_of_the_node_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ import pytest
 from kvferry.errors import BrokenError
 from kvferry.router.cache_aware import CacheAware, Thresholds
 from kvferry.router.contract import Asked, Ended, Guide, Key, Usage
+from kvferry.router.load import CountedFlight, Loads
 from kvferry.router.policies import LeastLoad, RoundRobin, SessionAffinity
 
 WORKERS = ("a", "b", "c")
@@ -131,3 +132,13 @@ def test_the_record_of_cache_aware_is_bounded() -> None:
         guide.begin(prompt(b"%d" % number), among=WORKERS, now=0.0).end(Ended.DONE, 1.0)
     assert len(guide._names) == 10
     assert sum(guide._recorded.values()) == 10 * 100
+
+
+def test_expected_hits_and_prompts_are_counted_of_the_same_requests() -> None:
+    loads = Loads()
+    for usage in (None, Usage(100, 80, 5)):
+        flight = CountedFlight("a", loads, prefill_tokens=10, hit_tokens=90)
+        assert loads.of("a").hit_tokens_expected == 0
+        flight.end(Ended.DONE, 1.0, usage)
+    load = loads.of("a")
+    assert (load.prompt_tokens, load.hit_tokens_expected, load.hit_tokens_seen) == (100, 90, 80)

@@ -39,7 +39,7 @@ MEANING = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which request of which node."""
-    parser.add_argument("request", help="id of the API response, or the beginning of one")
+    parser.add_argument("request", nargs="?", help="id of the API response, or the beginning of one")
     add_socket_argument(parser)
     router_asked.add_router_argument(parser)
     parser.add_argument("--json", action="store_true", help="the whole record, for programs")
@@ -115,6 +115,7 @@ def main(args: argparse.Namespace) -> int:
     """Ask the node and print every request that matches, the newest first."""
     from kvferry.node.wire import MAX_REQUEST_ID
 
+    args.request, args.router = router_asked.request_and_router(args.request, args.router)
     request = args.request.strip()
     if not request.isprintable() or not 1 <= len(request) <= MAX_REQUEST_ID:
         raise MisconfiguredError(

@@ -33,7 +33,8 @@ def add_settings(
     """
     for setting in settings:
         if not setting.environment_only:
-            shown = argparse.SUPPRESS if setting.name in also else setting.help
+            told = setting.help.replace("%", "%%")  # argparse would take it for a format
+            shown = argparse.SUPPRESS if setting.name in also else told
             if setting.many:
                 parser.add_argument(
                     setting.flag, metavar=setting.metavar, help=shown, action="extend", nargs="+"

@@ -24,6 +24,18 @@ def add_router_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def request_and_router(request: str | None, router: str | None) -> tuple[str, str | None]:
+    """As they were meant: in ``--router REQUEST``, what follows the flag is no socket unless it is a path.
+
+    Raises MisconfiguredError.
+    """
+    if request is None and router not in (None, ANY) and "/" not in router:
+        return router, ANY
+    if request is None:
+        raise MisconfiguredError("name a request, by the id of its API response, like cmpl-...")
+    return request, router
+
+
 def status(args: argparse.Namespace) -> dict[str, Any]:
     """The whole document."""
     found: dict[str, Any] = _ask(router_socket(args.router), "/status")

@@ -91,9 +91,14 @@ ROUTER_METRICS: tuple[Row, ...] = (
     ),
     _load("waiting_tokens", Kind.GAUGE, "Prompt tokens that it has to compute yet.", "waiting_tokens"),
     _load("chosen_requests", Kind.COUNTER, "Requests that were sent there.", "chosen"),
-    _load("prompt_tokens", Kind.COUNTER, "Of their prompts, as it said.", "prompt_tokens"),
-    _load("expected_hit_tokens", Kind.COUNTER, "Of them, expected to be cached.", "hit_tokens_expected"),
-    _load("seen_hit_tokens", Kind.COUNTER, "Of them, cached, as it said.", "hit_tokens_seen"),
+    _load("prompt_tokens", Kind.COUNTER, "Of prompts, where answers say it.", "prompt_tokens"),
+    _load(
+        "expected_hit_tokens",
+        Kind.COUNTER,
+        "Of these, expected to be cached.",
+        "hit_tokens_expected",
+    ),
+    _load("seen_hit_tokens", Kind.COUNTER, "Of these, cached, as answers say.", "hit_tokens_seen"),
     *ROUTER_FEED_METRICS,
     *ROUTER_PILOT_METRICS,
 )

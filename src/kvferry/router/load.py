@@ -69,19 +69,19 @@ class Loads:
 class CountedFlight:
     """A ``contract.Flight`` that counts. prefill_tokens: expected to be computed for it."""
 
-    __slots__ = ("_began", "_ended", "_load", "_loads", "_prefill_tokens", "_worker")
+    __slots__ = ("_began", "_ended", "_hit_tokens", "_load", "_loads", "_prefill_tokens", "_worker")
 
     def __init__(self, worker: str, loads: Loads, *, prefill_tokens: int, hit_tokens: int = 0) -> None:
         self._worker = worker
         self._loads = loads
         self._load = loads.of(worker)
         self._prefill_tokens = prefill_tokens
+        self._hit_tokens = hit_tokens
         self._began = False
         self._ended = False
         self._load.requests += 1
         self._load.chosen += 1
         self._load.waiting_tokens += prefill_tokens
-        self._load.hit_tokens_expected += hit_tokens
 
     @property
     def worker(self) -> str:
@@ -114,5 +114,6 @@ class CountedFlight:
         load.ended += 1
         if usage is not None:
             load.prompt_tokens += usage.prompt_tokens
+            load.hit_tokens_expected += self._hit_tokens
             load.hit_tokens_seen += usage.cached_tokens or 0
         self._loads.ended(self._worker)
