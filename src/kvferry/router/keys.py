@@ -1,8 +1,9 @@
 """Names of the prefixes of a prompt, from its text alone: no tokenizer, no key of the trust domain. Pure.
 
-A prompt is a stream of bytes: UTF-8 text and, between texts, a mark (FF, which no UTF-8 text holds, and a
-letter), so that no two prompts are the same stream. The name of a prefix is the digest of the stream up to
-there, beginning with what changes all of it (model, adapter, salt, tools ...). Prefixes end
+A prompt is a stream of bytes: text as JSON has it (UTF-8, with escapes where there must be some) and, between
+texts, a mark (FF, which no UTF-8 text holds, and a letter), so that no two prompts are the same stream. The
+name of a prefix is the digest of the stream up to there, beginning with what changes all of it (model, salt,
+adapter, tools ...). Prefixes end
 
 - at every boundary (the end of a message), of which the last ``MAX_BOUNDARIES`` are kept, and
 - at fixed places of the stream, ever farther apart, whatever lies there: two prompts that share half of one
@@ -12,6 +13,7 @@ Names are of one process: they never leave it, and their seed is secret so that 
 collide. A collision would cost speed only.
 """
 
+import msgspec
 import xxhash
 
 from kvferry.errors import RefusedError
@@ -74,7 +76,7 @@ class KeyChain:
 
     def mark(self, mark: bytes, text: str = "") -> None:
         """A mark and short text that belongs to it."""
-        data = mark + encoded(text) if text else mark
+        data = mark + escaped(text) if text else mark
         self._hash.update(data)
         self._place += len(data)
 
@@ -85,7 +87,7 @@ class KeyChain:
 
     def text(self, text: str) -> None:
         """Text of any length; prefixes end inside it."""
-        self.raw(encoded(text))
+        self.raw(escaped(text))
 
     def raw(self, data: bytes) -> None:
         """Bytes of any length; prefixes end inside them."""
@@ -113,9 +115,9 @@ class KeyChain:
         hasher.update(view[start:])
         self._place, self._cut = end, cut
 
-    def message(self, role: str, content: str, *, named: bool) -> None:
-        """A whole message of nothing but text. named: whether its end is worth a name."""
-        data = b"".join((Mark.MESSAGE, encoded(role), Mark.TEXT, encoded(content), Mark.END))
+    def message(self, role: bytes, content: bytes, *, named: bool) -> None:
+        """A whole message of nothing but text, as JSON has it. named: whether its end is worth a name."""
+        data = b"".join((Mark.MESSAGE, role, Mark.TEXT, content, Mark.END))
         end = self._place + len(data)
         if end < CUTS[self._cut]:  # most are short: no prefix ends within
             self._hash.update(data)
@@ -123,9 +125,9 @@ class KeyChain:
             if named:
                 self._name()
             return
-        self.mark(Mark.MESSAGE, role)
+        self.mark(Mark.MESSAGE + role)
         self.mark(Mark.TEXT)
-        self.text(content)
+        self.raw(content)
         self.boundary(named=named)
 
     def boundary(self, *, named: bool = True) -> None:
@@ -151,9 +153,9 @@ def _length(key: Key) -> int:
     return key.length
 
 
-def encoded(text: str) -> bytes:
-    """As UTF-8. Raises RefusedError for text that is not Unicode."""
+def escaped(text: str) -> bytes:
+    """As canonical JSON has it between its quotes. Raises RefusedError for text that is not Unicode."""
     try:
-        return text.encode()
+        return msgspec.json.encode(text)[1:-1]
     except UnicodeEncodeError as error:
         raise RefusedError(f"text holds a lone surrogate at character {error.start}") from None

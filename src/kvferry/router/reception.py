@@ -21,7 +21,9 @@ from kvferry.router.models import merged, unknown_model
 from kvferry.router.pilots import MeasuredFlight, Pilots
 from kvferry.router.reading import Reader, Reading
 from kvferry.router.roster import DEFAULT_POOL, Roster, Served
-from kvferry.router.trust import KEY_FIELDS, StrangerError, Trust
+from kvferry.router.trust import KEY_FIELDS, TRANSFER, StrangerError, Trust
+
+_TRANSFER = TRANSFER.encode()
 
 # What an engine may compute twice: nobody sees the first time, and nothing is kept of it.
 _REPEATABLE = frozenset(
@@ -116,11 +118,14 @@ class Reception:
             caller = self.trust.caller(request.fields)
             body, salt, reading = request.body, "", _NOTHING
             if body and request.method == b"POST" and not _is_media(request):
-                salt, body = self.trust.settled(caller, body)
                 reader = self._reader if len(request.body) < self._apart_bytes else self._reader_apart
-                reading = reader.read(
-                    path, body, salt, ignore_own_salt=True, with_opening=self._pilots.active
-                )
+                opened = reader.open(path, body, without=_TRANSFER)
+                salt, body = self.trust.settled(caller, body, plain=opened is not None)
+                with_opening = self._pilots.active
+                if opened is not None:
+                    reading = reader.named(opened, salt, with_opening=with_opening)
+                else:
+                    reading = reader.read(path, body, salt, ignore_own_salt=True, with_opening=with_opening)
         except StrangerError as error:
             raise TurnedAwayError(401, str(error)) from error
         asked = Asked(

@@ -87,14 +87,18 @@ class Trust:
             return self._unlisted(self.rules.unlisted, key)
         return Caller(group, self._digest(b"group", group.encode()))
 
-    def settled(self, caller: Caller, body: bytes) -> tuple[str, bytes]:
+    def settled(self, caller: Caller, body: bytes, *, plain: bool = False) -> tuple[str, bytes]:
         """The salt that a request has, empty for none, and its body with that salt and no other.
+
+        plain: it was read, and has neither a salt nor ``TRANSFER``.
 
         Bodies that are no JSON objects stay as they are: no worker reads a salt in them. Raises RefusedError
         for a salt that no worker can use, and for objects that cannot be read.
         """
         if not body or not is_object(body):
             return caller.salt, body
+        if plain:
+            return caller.salt, spliced(body, _put(caller.salt))
         fields = parts(body) if may_have(body, (FIELD, TRANSFER)) else {}
         sent = client_salt(fields)
         if sent is None or self.rules.client_salt is ClientSalt.STRIP:
@@ -103,7 +107,7 @@ class Trust:
             salt = sent
         else:
             salt = self._digest(b"client", f"{caller.salt}\0{caller.group}\0{sent}".encode())
-        put = {FIELD: msgspec.json.encode(salt)} if salt else {}
+        put = _put(salt)
         if not fields:
             return salt, spliced(body, put)
         drop = [FIELD]
@@ -134,6 +138,10 @@ def refuse_inner_transfer(fields: Mapping[str, msgspec.Raw]) -> None:
     for name in PASSED_ON:
         if name in fields and may_have(bytes(fields[name]), (TRANSFER,)):
             raise RefusedError(f"{TRANSFER} in {name} is not taken from clients")
+
+
+def _put(salt: str) -> dict[str, bytes]:
+    return {FIELD: msgspec.json.encode(salt)} if salt else {}
 
 
 def api_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
