@@ -46,8 +46,8 @@ class Exchange:
 
     __slots__ = (
         "_answer", "_attempt", "_before", "_client", "_connection", "_followed", "_guard", "_head",
-        "_order", "_proxy", "_request", "_reused", "_sends", "_sse", "_started", "_status", "_tail",
-        "_told", "_tried", "_tunnel", "_why", "moved_at", "phase",
+        "_in_head_since", "_order", "_proxy", "_request", "_reused", "_sends", "_sse", "_started",
+        "_status", "_tail", "_told", "_tried", "_tunnel", "_why", "moved_at", "phase",
     )  # fmt: skip
 
     def __init__(
@@ -74,6 +74,7 @@ class Exchange:
         self._tail = Tail()
         self.phase = Phase.READING
         self.moved_at = proxy.now()  # when bytes moved last, or the phase began
+        self._in_head_since = self.moved_at
         self._why = ""
         self._status = 502
 
@@ -163,6 +164,10 @@ class Exchange:
                 self.cut(why)
             else:  # which comes when all of it is computed: no sign of how its worker is
                 self._refuse(504, why)
+        if self._connection is None or not self._connection.in_head:
+            self._in_head_since = now
+        elif now - self._in_head_since > limits.head_s:
+            self.cut(f"{self.worker}: no whole head of an answer in {limits.head_s:g} s")
         stalled = self._client.stalled_at is not None
         if self.phase is Phase.PASSING and quiet_s > limits.idle_s and not stalled and not self._tunnel:
             self.cut(f"{self.worker}: no further byte in {limits.idle_s:g} s")
@@ -256,7 +261,7 @@ class Exchange:
             request_id=self._id,
             length=len(order.body) if with_body else None,
         )
-        connection.send(self, method=head.method, head=written, body=order.body)
+        connection.send(self, method=head.method, head=written, body=order.body, upgrade=head.upgrade)
         if self._client.stalled_at is not None:  # with an answer that came before
             connection.stall(stalled=True)
         if not self._told:
@@ -272,10 +277,6 @@ class Exchange:
             return
         self._moved()
         proxy = self._proxy
-        if head.status == 101 and not self._head.upgrade:
-            self._drop_connection()
-            self._failed(f"{guard.worker} answered 101 to what is no upgrade", Failure.LOST)
-            return
         proxy.desk.answered(guard.worker, head.status, proxy.now())
         again = head.status in _REPEATED and order.repeatable and self._sends < MAX_SENDS
         if again and proxy.desk.candidates(order, {**self._tried, guard.worker: None}):

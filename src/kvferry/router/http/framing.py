@@ -28,7 +28,12 @@ class Body(Protocol):
 
     @property
     def between_pieces(self) -> bool:
-        """Whether a chunk of one's own could be put in here."""
+        """Whether a chunk of one's own could be put in here, after what is not unsure."""
+        ...
+
+    @property
+    def unsure(self) -> bytes:
+        """The last bytes that were fed, which may turn out to be no framing: not to be passed on yet."""
         ...
 
 
@@ -38,6 +43,7 @@ class Sized:
     __slots__ = ("_left",)
     ends_with_connection = False
     between_pieces = False
+    unsure = b""
 
     def __init__(self, length: int) -> None:
         self._left = length
@@ -62,6 +68,7 @@ class UntilClosed:
     __slots__ = ()
     ends_with_connection = True
     between_pieces = True
+    unsure = b""
 
     def feed(self, data: bytes, into: list[bytes] | None = None) -> int:
         """See ``Body``."""
@@ -92,7 +99,12 @@ class Chunked:
     @property
     def between_pieces(self) -> bool:
         """See ``Body``."""
-        return self._state == self._SIZE and not self._held
+        return self._state == self._SIZE
+
+    @property
+    def unsure(self) -> bytes:
+        """See ``Body``."""
+        return self._held if self._held and self._state in (self._SIZE, self._TRAILER) else b""
 
     def feed(self, data: bytes, into: list[bytes] | None = None) -> int:
         """See ``Body``."""
@@ -125,6 +137,10 @@ class Chunked:
             raise CorruptError("a line between chunks is too long")
         if self._state == self._DATA_END and rest != b"\r":
             raise CorruptError("a chunk is longer than it said")
+        if self._state == self._SIZE and not _HEXADECIMAL.issuperset(rest[:1]):
+            raise CorruptError("a chunk has no size")
+        if b"\n" in rest:
+            raise CorruptError("a line between chunks has no end")
         self._held = rest
 
     def _line(self, data: bytes, at: int, end: int) -> bool:
@@ -137,6 +153,8 @@ class Chunked:
                 raise CorruptError("a chunk is longer than it said")
             self._state = self._SIZE
         else:
+            if data.find(b"\n", at, end) >= 0 or data.find(b"\r", at, end) >= 0:
+                raise CorruptError("a line of the trailer has no end")
             self._trailer_bytes += end - at
             if self._trailer_bytes > MAX_TRAILER_BYTES:
                 raise CorruptError("the trailer is too long")

@@ -22,8 +22,12 @@ _ONE_HOP = frozenset(
 _READ_HERE = frozenset(
     b"connection content-length transfer-encoding host expect upgrade x-request-id".split()
 )
+_SAID_HERE = frozenset((b"upgrade", b"close", b"keep-alive"))
+_FRAMING = frozenset((b"content-length", b"transfer-encoding"))
 _TARGET = re.compile(rb"/[!-\"$-~\x80-\xff]*")  # no fragment: who sees a path there, and who does not?
 _LENGTH = re.compile(rb"[0-9]{1,15}")
+_BEGIN = b"HTTP/1."
+_ANSWER = re.compile(rb"HTTP/1\.[01] [1-5][0-9][0-9][ \r]")
 
 
 class BadHeadError(TurnedAwayError):
@@ -66,7 +70,7 @@ class RequestHead:
 class AnswerHead:
     """Of one answer. fields: without those of one hop."""
 
-    __slots__ = ("chunked", "close", "fields", "length", "reason", "sse", "status")
+    __slots__ = ("chunked", "close", "fields", "length", "reason", "sse", "status", "upgrade")
 
     def __init__(self) -> None:
         self.status = 0
@@ -76,6 +80,7 @@ class AnswerHead:
         self.chunked = False
         self.close = False
         self.sse = False
+        self.upgrade = b""  # to what, in small letters: of 101
 
     def body(self, method: bytes) -> Body:
         """What follows it as the answer to that method."""
@@ -194,8 +199,15 @@ def _framing(head: RequestHead, lengths: list[bytes], encodings: list[bytes]) ->
         head.chunked = True
 
 
+def may_begin_answer(data: bytes) -> bool:
+    """Whether it may be the first bytes of an answer."""
+    return data.startswith(_BEGIN[: len(data)]) and (len(data) < 13 or _ANSWER.match(data) is not None)
+
+
 def read_answer(data: bytes) -> AnswerHead:
     """data: from the first line to the empty one. Raises CorruptError."""
+    if not _ANSWER.match(data):
+        raise CorruptError("what came is no HTTP/1.1 answer")
     read = _Read()
     parser = httptools.HttpResponseParser(read)
     try:
@@ -210,8 +222,21 @@ def read_answer(data: bytes) -> AnswerHead:
     head.status = parser.get_status_code()
     head.reason = read.reason
     head.close = parser.get_http_version() != "1.1"
+    named = _answer_fields(head, read.fields) - _FRAMING
+    head.close = head.close or b"close" in named
+    if head.status < 200 or head.status in (204, 304):  # RFC 9112, section 6.3: not everybody knows
+        head.close = head.close or head.chunked or head.length > 0
+        named |= _FRAMING
+    named -= _SAID_HERE
+    if named:
+        head.fields = [field for field in head.fields if field[0].lower() not in named]
+    return head
+
+
+def _answer_fields(head: AnswerHead, fields: Fields) -> set[bytes]:
+    """What Connection names."""
     named: set[bytes] = set()
-    for name, value in read.fields:
+    for name, value in fields:
         key = name.lower()
         if key == b"content-length":
             if not _LENGTH.fullmatch(value) or head.length not in (-1, int(value)):
@@ -226,15 +251,14 @@ def read_answer(data: bytes) -> AnswerHead:
             continue
         elif key == b"content-type":
             head.sse = value.lower().startswith(b"text/event-stream")
-        elif key in _ONE_HOP and not (key == b"upgrade" and head.status == 101):
+        elif key == b"upgrade" and head.status == 101:
+            head.upgrade = b"".join((head.upgrade, b", " if head.upgrade else b"", value.lower()))
+        elif key in _ONE_HOP:
             continue
         head.fields.append((name, value))
     if head.chunked and head.length >= 0:
         raise CorruptError("both Content-Length and Transfer-Encoding")
-    head.close = head.close or b"close" in named
-    if named - {b"upgrade", b"close", b"keep-alive"}:
-        head.fields = [field for field in head.fields if field[0].lower() not in named]
-    return head
+    return named
 
 
 def _words(value: bytes) -> set[bytes]:

@@ -10,9 +10,10 @@ class Limits:
     body_bytes: of one request. held_bytes: of all requests that are here at a time. waiting: requests that
     wait for a place. per_worker: requests that a worker gets at a time. queue_s: how long one waits for a
     place. connect_s: for a connection to a worker. first_byte_s: from the request to the first byte of its
-    answer. idle_s: between bytes of an answer. head_s: for a client's head to come; its body may take as
-    long, and one second more for each body_rate bytes. keep_s: an idle client connection is kept. stall_s: a
-    client that takes no bytes. drain_s: for requests in flight when the router stops. clients: connections.
+    answer. idle_s: between bytes of an answer. head_s: for a head to come, once it has begun; a client's
+    body may take as long, and one second more for each body_rate bytes. keep_s: an idle client connection is
+    kept. stall_s: a client that takes no bytes. drain_s: for requests in flight when the router stops.
+    clients: connections.
     """
 
     body_bytes: int = 64 << 20

@@ -1,7 +1,7 @@
 """One connection to a worker: sends a request, says what comes back, byte for byte, and where it ends.
 
 IDLE ──send──► HEAD ──head──► BODY ──its end──► IDLE, or closed
-                │ 1xx: once more   101: both sides pass bytes on until one is gone
+                │ 1xx: once more   101 that was asked for: both sides pass bytes on until one is gone
 """
 
 import asyncio
@@ -10,7 +10,9 @@ from typing import Protocol, cast
 
 from kvferry.errors import BrokenError, CorruptError
 from kvferry.router.http.framing import Body
-from kvferry.router.http.head import MAX_HEAD_BYTES, AnswerHead, read_answer
+from kvferry.router.http.head import MAX_HEAD_BYTES, AnswerHead, may_begin_answer, read_answer
+
+MAX_INTERIM, MAX_INTERIM_BYTES = 64, 64 << 10  # answers before the one that counts
 
 
 class Receiver(Protocol):
@@ -38,6 +40,8 @@ class WorkerConnection(asyncio.Protocol):
     __slots__ = (
         "_body",
         "_head",
+        "_interim",
+        "_interim_bytes",
         "_keep",
         "_method",
         "_on_free",
@@ -45,6 +49,7 @@ class WorkerConnection(asyncio.Protocol):
         "_receiver",
         "_stalled",
         "_tunnel",
+        "_upgrade",
         "answered",
         "transport",
     )
@@ -62,7 +67,10 @@ class WorkerConnection(asyncio.Protocol):
         self._on_lost = on_lost
         self._receiver: Receiver | None = None
         self._method = b""
+        self._upgrade = b""
         self._head = b""
+        self._interim = 0
+        self._interim_bytes = 0
         self._body: Body | None = None
         self._tunnel = False
         self._keep = True
@@ -71,14 +79,22 @@ class WorkerConnection(asyncio.Protocol):
     @property
     def silent(self) -> bool:
         """Whether not one byte came since the request was sent."""
-        return self._body is None and not self._head
+        return self._body is None and not self._head and not self._interim
 
-    def send(self, receiver: Receiver, *, method: bytes, head: bytes, body: bytes) -> None:
-        """The whole request. Its answer goes to the receiver."""
+    @property
+    def in_head(self) -> bool:
+        """Whether the head of an answer has begun, and not ended."""
+        return self._body is None and bool(self._head)
+
+    def send(
+        self, receiver: Receiver, *, method: bytes, head: bytes, body: bytes, upgrade: bytes = b""
+    ) -> None:
+        """The whole request. Its answer goes to the receiver. upgrade: what else may be spoken after it."""
         if self._receiver is not None or self.transport is None:
             raise BrokenError("a request on a connection that is in use")
-        self._receiver, self._method = receiver, method
+        self._receiver, self._method, self._upgrade = receiver, method, upgrade
         self._head, self._body = b"", None
+        self._interim = self._interim_bytes = 0
         if len(body) <= 16 << 10:
             self.transport.write(head + body)
         else:
@@ -154,12 +170,20 @@ class WorkerConnection(asyncio.Protocol):
             if end < 4 or end > MAX_HEAD_BYTES:
                 if len(self._head) > MAX_HEAD_BYTES:
                     raise CorruptError("the head of an answer is too long")
+                if not may_begin_answer(self._head):
+                    raise CorruptError("what came is no HTTP/1.1 answer")
                 return
             head = read_answer(self._head[:end])
             rest, self._head = self._head[end:], b""
             if head.status < 200 and head.status != 101:
                 self._head = rest
+                self._interim += 1
+                self._interim_bytes += end
+                if self._interim > MAX_INTERIM or self._interim_bytes > MAX_INTERIM_BYTES:
+                    raise CorruptError("too many interim answers")
                 continue
+            if head.status == 101 and (not self._upgrade or head.upgrade != self._upgrade):
+                raise CorruptError("it answered 101 to what asked for no such upgrade")
             self._tunnel = head.status == 101
             self._body = head.body(self._method)
             if self._tunnel:
@@ -178,15 +202,21 @@ class WorkerConnection(asyncio.Protocol):
         if self._tunnel:
             receiver.answer_data(data)
             return
+        back = body.unsure
         try:
             end = body.feed(data)
         except CorruptError as error:
             self._lose(str(error))
             return
+        if back:
+            data = back + data
         if end < 0:
-            if data:
-                receiver.answer_data(data)
+            unsure = len(body.unsure)
+            ready = data[:-unsure] if unsure else data
+            if ready:
+                receiver.answer_data(ready)
             return
+        end += len(back)
         if end:
             receiver.answer_data(data if end == len(data) else data[:end])
             if self._receiver is None:
