@@ -41,7 +41,7 @@ MIX = Mix(
     think_s=8.0,
     model=SERVED_NAME,
 )
-CANDIDATES = (Thresholds(0.3, 1, 1.01), Thresholds(0.3, 4, 1.1))
+CANDIDATES = (Thresholds(0.3, 1, 1.01), Thresholds(0.3, 4, 1.1), Thresholds(0.3, 64, 1.5))
 PERIOD_S = 0.06
 RUNS_SHARE = 1 / 3
 
