@@ -45,6 +45,7 @@ from kvferry.router.reception import Reception
 from kvferry.router.reload import plan
 from kvferry.router.roster import DEFAULT_POOL, Roster, WorkerStatistics
 from kvferry.router.settings import RouterSettings, admin_sockets
+from kvferry.router.telling import Telling
 from kvferry.router.trust import PUBLIC_SECRET, Trust
 from kvferry.router.trustfile import read_rules
 
@@ -108,6 +109,7 @@ class Router:
             in_flight=self._in_flight, limits=HealthLimits(interval_s=settings.probe_interval_s)
         )
         self.pilots = Pilots(settings.split, settings.mirror)
+        self._telling = Telling()
         worker_key = settings.worker_api_key.reveal() if settings.worker_api_key is not None else ""
         self.reception = Reception(
             roster=self.roster,
@@ -334,7 +336,7 @@ class Router:
         node = self._feeds.get(url) or self.engine_events.node(url)
         if change.lost and node is not None:
             self.knowledge.near(url, node)
-        log.info("worker %s is %s (was %s)", url, change.after.value, change.before.value)
+        self._telling.changed(url, change.before, change.after)
         if change.after is State.DOWN and not change.answers:
             # Soon: the request that showed it is still being placed elsewhere.
             asyncio.get_running_loop().call_soon(self.proxy.worker_down, url)

@@ -25,6 +25,8 @@ _NAMES = frozenset(
     unload_lora_adapter update_weight_version update_weights wake_up weight_checker weight_info
     """.split()
 )
+# In one of the first two parts: "version" may well be part of a file's name, further on.
+_TELL = frozenset(b"docs load openapi.json redoc version".split())
 # In the first part, or the one after the version.
 _STEMS = frozenset(
     b"""
@@ -39,7 +41,7 @@ def controls(target: bytes) -> bool:
     """Whether clients have no business there. target: path and query. So is a path that means another one."""
     path = unquote_to_bytes(target.partition(b"?")[0]).lower()
     parts = [part.partition(b";")[0].strip() for part in _PARTS.split(path) if part]
-    if b"." in parts or b".." in parts or not _NAMES.isdisjoint(parts):
+    if b"." in parts or b".." in parts or not _NAMES.isdisjoint(parts) or not _TELL.isdisjoint(parts[:2]):
         return True
     first = next((part for part in parts if not _VERSION.fullmatch(part)), b"")
     return not _STEMS.isdisjoint(_WORDS.split(first))

@@ -15,6 +15,7 @@ from tests.router.http.rig import (
     client,
     mocks,
     prompt,
+    read_request,
     routing,
     run,
     scripted,
@@ -176,6 +177,41 @@ def test_a_client_that_reads_nothing_is_cut_off() -> None:
             await until(lambda: at_workers(router) == 0)
             assert router.proxy.statistics().ended == {"aborted": 1}
             one.writer.transport.abort()
+
+    run(test)
+
+
+def test_connections_that_nobody_needs_any_more_are_let_go() -> None:
+    async def test() -> None:
+        now = 1000.0
+        heard, gate = 0, asyncio.Event()
+
+        async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal heard
+            while True:
+                await read_request(reader)
+                heard += 1
+                await gate.wait()
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+
+        async with scripted(worker) as url, routing(url) as router:
+            link = router.proxy.link(url)
+            link._clock = router.proxy.now = lambda: now
+            asked = [asyncio.create_task(ask(router, CHAT, prompt(max_tokens=1))) for _ in range(30)]
+            await until(lambda: heard == 30)
+            gate.set()
+            await asyncio.gather(*asked)
+            assert link.connections == 30
+            now += Limits().spare_s / 2
+            assert (await ask(router, CHAT, prompt(max_tokens=1))).status == 200
+            assert (link.connections, link.connects) == (30, 30)
+            now += Limits().spare_s * 0.6
+            await until(lambda: link.connections == 1)  # the one that was used
+            assert (await ask(router, CHAT, prompt(max_tokens=1))).status == 200
+            assert link.connects == 30
+            now += Limits().spare_s * 1.1
+            await until(lambda: not link.connections)
+            assert (await ask(router, CHAT, prompt(max_tokens=1))).status == 200
 
     run(test)
 

@@ -13,7 +13,7 @@ class Limits:
     answer. idle_s: between bytes of an answer. head_s: for a head to come, once it has begun; a client's
     body may take as long, and one second more for each body_rate bytes. keep_s: an idle client connection is
     kept. stall_s: a client that takes no bytes. drain_s: for requests in flight when the router stops.
-    clients: connections.
+    clients: connections. spare_s: an idle connection to a worker is kept; vLLM's closes after 5 s.
     """
 
     body_bytes: int = 64 << 20
@@ -30,5 +30,6 @@ class Limits:
     stall_s: float = 60.0
     drain_s: float = 120.0
     clients: int = 16384
+    spare_s: float = 4.0
     apart_bytes: int = 256 << 10
     """Bodies from here on are read on another thread."""

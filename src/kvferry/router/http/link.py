@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import time
 from collections.abc import Callable
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -61,6 +62,7 @@ class Link:
         *,
         connect_s: float,
         tls: Callable[[], ssl.SSLContext] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """url: as the contract has it."""
         parts = urlsplit(url)
@@ -73,6 +75,7 @@ class Link:
         self._port = parts.port or (443 if self._secure else 80)
         self._connect_s = connect_s
         self._tls = tls
+        self._clock = clock
         self.errands: set[Errand] = set()
         self._idle: list[WorkerConnection] = []
         self._all: set[WorkerConnection] = set()
@@ -93,6 +96,11 @@ class Link:
             if connection.transport is not None and not connection.transport.is_closing():
                 return connection
         return None
+
+    def sweep(self, *, idle_since: float) -> None:
+        """Let go of those that have been idle since then: the worker closes them soon."""
+        while self._idle and self._idle[0].idle_since < idle_since:
+            self._idle.pop(0).give_up()
 
     def connect(self, who: Connecting) -> Attempt:
         """A new connection, in time."""
@@ -164,6 +172,7 @@ class Link:
         if self._closed or len(self._idle) >= MAX_IDLE or connection.transport is None:
             connection.give_up()
         else:
+            connection.idle_since = self._clock()
             self._idle.append(connection)
 
     def _lost(self, connection: WorkerConnection) -> None:

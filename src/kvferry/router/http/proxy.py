@@ -89,7 +89,9 @@ class Proxy:
     def add_worker(self, url: str) -> None:
         """It may be sent requests from now on. Twice is once."""
         if url not in self._links:
-            self._links[url] = Link(url, connect_s=self.limits.connect_s, tls=self._worker_tls)
+            self._links[url] = Link(
+                url, connect_s=self.limits.connect_s, tls=self._worker_tls, clock=self.now
+            )
         self.waiting.wake()
 
     def remove_worker(self, url: str) -> None:
@@ -284,6 +286,8 @@ class Proxy:
                 if client.state in (State.BUSY, State.TUNNEL):
                     self.count("client_stalled")
                 client.late()
+        for link in self._links.values():
+            link.sweep(idle_since=now - limits.spare_s)
         for waiter in self.waiting.older_than(limits.queue_s):
             if isinstance(waiter, Exchange):
                 self.survive(waiter, waiter.waited_too_long)

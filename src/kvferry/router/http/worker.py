@@ -51,6 +51,7 @@ class WorkerConnection(asyncio.Protocol):
         "_tunnel",
         "_upgrade",
         "answered",
+        "idle_since",
         "transport",
     )
 
@@ -63,6 +64,7 @@ class WorkerConnection(asyncio.Protocol):
         """on_free: it can take another request. on_lost: it is gone."""
         self.transport: asyncio.Transport | None = None
         self.answered = 0  # requests, whole
+        self.idle_since = 0.0  # by the clock of whose it is
         self._on_free = on_free
         self._on_lost = on_lost
         self._receiver: Receiver | None = None
