@@ -237,6 +237,35 @@ def test_no_body_is_passed_on_that_a_worker_may_read_otherwise(body: bytes, fiel
     run(test)
 
 
+DOORS = [
+    "/invocations",
+    "/inference/v1/generate",
+    "/v1/messages",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/v1/chat/completions/batch",
+    "/generative_scoring",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/v2/rerank",
+    "/what/comes/later",
+]
+
+
+@pytest.mark.parametrize("path", DOORS)
+def test_a_prompt_has_its_caller_s_salt_whatever_door_it_comes_by(path: str) -> None:
+    async def test() -> None:
+        async with mocks(1) as (worker,), routing(worker.url) as router:
+            for key in ("a", "b"):
+                for body in (SALTED, '{"input": "p", "body": {"cache_salt": "theirs"}}'):
+                    await ask(router, path, body.encode(), f"Authorization: Bearer {key}")
+            salts = [json.loads(seen.body)["cache_salt"] for seen in worker.seen]
+            assert len({*salts, "theirs"}) == 5
+
+    run(test)
+
+
 def test_media_is_passed_on_as_it_is() -> None:
     async def test() -> None:
         async with mocks(1) as (worker,), routing(worker.url) as router:
