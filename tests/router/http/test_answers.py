@@ -1,6 +1,8 @@
 """Answers of workers that are none, too much, too slow, or meant to be read in two ways."""
 
 import asyncio
+import os
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -200,6 +202,33 @@ def test_nothing_of_a_body_reaches_a_client_before_its_framing_is_known_to_be_so
     async def test() -> None:
         async with scripted(Saying(CHUNKED, *pieces)) as url, routing(url) as router:
             assert (await ask(router, CHAT, prompt())).status == 502
+
+    run(test)
+
+
+@pytest.mark.parametrize("late", [OK, b"H", b""])
+def test_a_connection_on_which_something_came_unasked_gets_no_further_request(late: bytes) -> None:
+    async def test() -> None:
+        writers: list[asyncio.StreamWriter] = []
+
+        async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writers.append(writer)
+            await Saying(OK)(reader, writer)
+
+        async with scripted(worker) as url, routing(url) as router:
+            link = router.proxy.link(url)
+            for _ in range(2):
+                assert (await ask(router, CHAT, prompt())).status == 200
+            assert link.connects == 1
+            sock = writers[0].get_extra_info("socket")
+            if late:  # the router's loop has not read it when the next request comes
+                os.write(sock.fileno(), late)
+            else:
+                with socket.socket(fileno=os.dup(sock.fileno())) as same:
+                    same.shutdown(socket.SHUT_WR)
+            assert link.idle() is None
+            answer = await ask(router, CHAT, prompt())
+            assert (answer.status, link.connects) == (200, 2)
 
     run(test)
 

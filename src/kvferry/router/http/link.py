@@ -93,8 +93,9 @@ class Link:
         """The one used last, which is the least likely to be closed from the other side."""
         while self._idle:
             connection = self._idle.pop()
-            if connection.transport is not None and not connection.transport.is_closing():
+            if connection.quiet:
                 return connection
+            connection.give_up()
         return None
 
     def sweep(self, *, idle_since: float) -> None:
@@ -165,7 +166,10 @@ class Link:
         if connection.transport is None:
             self._all.discard(connection)
             raise OSError("the connection ended at once")
-        notice_dead(transport.get_extra_info("socket"))
+        sock = transport.get_extra_info("socket")
+        notice_dead(sock)
+        if not self._secure:  # TLS has words of its own
+            connection.watch(sock.fileno())
         return connection
 
     def _free(self, connection: WorkerConnection) -> None:

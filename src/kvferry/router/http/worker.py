@@ -5,6 +5,7 @@ IDLE ──send──► HEAD ──head──► BODY ──its end──► ID
 """
 
 import asyncio
+import select
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -49,6 +50,7 @@ class WorkerConnection(asyncio.Protocol):
         "_receiver",
         "_stalled",
         "_tunnel",
+        "_unread",
         "_upgrade",
         "answered",
         "idle_since",
@@ -77,11 +79,24 @@ class WorkerConnection(asyncio.Protocol):
         self._tunnel = False
         self._keep = True
         self._stalled = False
+        self._unread: select.poll | None = None
 
     @property
     def silent(self) -> bool:
         """Whether not one byte came since the request was sent."""
         return self._body is None and not self._head and not self._interim
+
+    def watch(self, descriptor: int) -> None:
+        """Its socket's, on which nothing should come between answers."""
+        self._unread = select.poll()
+        self._unread.register(descriptor, select.POLLIN)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it is open, and nothing came that nobody asked for: as far as the kernel knows by now."""
+        if self.transport is None or self.transport.is_closing():
+            return False
+        return self._unread is None or not self._unread.poll(0)
 
     @property
     def in_head(self) -> bool:
