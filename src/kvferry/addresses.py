@@ -27,6 +27,8 @@ def parse_listening(text: str, *, port: int) -> Address:
     port: where none is written.
     """
     host, written = _split(text, port)
+    if host.isascii() and host.isdecimal() and not written:
+        raise MisconfiguredError(f"{text!r} is a port without an address; write it like 127.0.0.1:{host}")
     return Address(parse_ip_address(host), _port(written, port, lowest=0))
 
 

@@ -111,6 +111,8 @@ def _readable(label: str, name: str, *, private: bool) -> None:
         with open_regular(name) as file:
             mode = os.fstat(file.fileno()).st_mode
             file.read(1)
+    except FileNotFoundError as error:
+        raise MisconfiguredError(f"there is no file {label}{name}; name one in PEM") from error
     except OSError as error:
         raise MisconfiguredError(
             f"cannot read {label}{name}: {error.strerror}: give a file that user {os.geteuid()} can read"

@@ -5,6 +5,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -125,6 +126,21 @@ def test_settings_are_read_anew_on_sighup(tmp_path: Path, workers: tuple[RemoteW
         (["--worker", "http://g:1", "--tls-cert", "x.pem"], "belong together"),
         (["--worker", "http://g:1", "--listen", "here"], "no IP address"),
         (["--worker", "http://g:1", "--feed", "0"], "outside 1 to 65535"),
+        (["--worker", "http://g:1", "--worker-tls-ca", "x.pem"], "no worker is at an https URL"),
+        (["--worker-dns", "http://g:1", "--worker-tls-ca", "x.pem"], "no worker is at an https URL"),
+        (["--worker", "http://g:1", "--feed", "none", "--feed-tls-ca", "x.pem"], "but feed is none"),
+        (
+            ["--worker", "http://g:1", "--admin-socket", "/tmp/no/such/s"],
+            "there is no directory /tmp/no/such",
+        ),
+        (["--worker", "http://g:1", "--probe", "2"], "write it like 2s"),
+        (["--worker", "http://g:1", "--listen", "18150"], "write it like 127.0.0.1:18150"),
+        (["--worker", "http://g:1", "--split", "110%=new"], "not above 0% and at most 100%"),
+        (
+            ["--worker", "http://g:1", "--tls-cert", "nowhere.pem", "--tls-key", "nowhere.pem"],
+            "there is no file tls_cert nowhere.pem",
+        ),
+        (["--worker", "http://g:1", "--split", "10%=new"], "--split 10%=new: no worker"),
         (["--workers", "http://g:1"], "did you mean --worker"),
     ],
 )
@@ -132,3 +148,23 @@ def test_a_mistake_is_one_line_that_says_what_to_do(arguments: list[str], said: 
     done = Router(tmp_path).ask("router", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_short_trust_secret_is_refused(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    for text, code in (("short\n", 2), ("0123456789abcde\n", 2), ("0123456789abcdef\n", 2)):
+        secret.write_text(text)
+        done = Router(tmp_path).ask(
+            "router", "--worker", "http://g:1", "--trust-secret-file", str(secret), "--split", "1%=x"
+        )
+        assert done.returncode == code
+        assert ("shorter than 16 bytes" in done.stderr) is (len(text) < 17)
+
+
+def test_an_address_that_is_taken_is_said_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = Router(tmp_path).ask("router", "--worker", "http://g:1", "--listen", f"127.0.0.1:{port}")
+    assert done.returncode == 2
+    assert f"cannot listen at 127.0.0.1:{port}: Address already in use; choose" in done.stderr

@@ -16,13 +16,19 @@ from kvferry.errors import MisconfiguredError
 from kvferry.router.admin import Admin
 from kvferry.router.app import Router
 from kvferry.router.orders import orders
+from kvferry.router.reload import Plan
 
 
 @asynccontextmanager
 async def administered(router: Router, path: Path) -> AsyncIterator[list[str]]:
     """Orders are taken there. What is given counts reloads."""
     reloads: list[str] = []
-    admin = Admin(path, orders(router, lambda: reloads.append("again")))
+
+    def reload() -> Plan:
+        reloads.append("again")
+        return router.reload(router.settings)
+
+    admin = Admin(path, orders(router, reload))
     await admin.start()
     try:
         yield reloads
@@ -65,7 +71,9 @@ def test_workers_come_and_go_at_run_time_and_requests_are_explained(tmp_path: Pa
             assert (len(a.seen), len(b.seen)) == (1, 3)
             _, status = await order(path, "GET", "/status")
             assert status["proxy"]["requests"] == 4 and status["policy"] == "cost"
-            assert (await order(path, "POST", "/reload"))[0] == 200 and reloads == ["again"]
+            code, said = await order(path, "POST", "/reload")
+            assert code == 200 and reloads == ["again"]
+            assert (said["added"], said["drains"]) == ([a.url], [b.url])  # as the settings have it
 
     run(test)
     assert not path.exists()
@@ -83,7 +91,7 @@ def test_workers_come_and_go_at_run_time_and_requests_are_explained(tmp_path: Pa
         (400, "POST", "/workers", {"url": "http://gpu1:8000", "pool": "two words"}),
         (404, "DELETE", "/workers?url=http://gpu1:1", None),
         (400, "DELETE", "/workers?url=http://gpu1:1&grace_s=soon", None),
-        (404, "DELETE", "/workers?url=http://gpu1:1&grace_s=nan", None),
+        (400, "DELETE", "/workers?url=http://gpu1:1&grace_s=nan", None),
     ],
 )
 def test_an_order_that_is_none_changes_nothing(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.router.http.rig import CHAT, ask, mocks, prompt, routing, run, until
+from tests.router.http.rig import CHAT, ask, client, mocks, prompt, routing, run, until
 
 from kvferry.errors import MisconfiguredError
 from kvferry.router.app import Router
@@ -26,6 +26,73 @@ def test_workers_and_pilots_change_while_it_serves() -> None:
             assert (await ask(router, CHAT, prompt("3"))).status == 200 and two.seen
             assert len(one.seen) == 1
             await until(lambda: router.roster.get(one.url) is None)
+
+    run(test)
+
+
+def test_what_was_done_by_hand_lasts_until_the_settings_are_read_anew() -> None:
+    async def test() -> None:
+        async with mocks(2) as (one, hand), routing(one.url) as router:
+            assert router.reload(router.settings).document() == {
+                "added": [],
+                "drains": [],
+                "changed": [],
+                "needs_new_start": [],
+            }
+            router.add_worker(hand.url)
+            router.drain_worker(one.url, grace_s=600)
+            await until(lambda: router.roster.get(one.url) is None)
+            router.reload(router.settings)
+            assert router.roster.candidates("", "") == (one.url,)
+            await until(lambda: router.roster.get(hand.url) is None)
+            with pytest.raises(MisconfiguredError, match="no worker"):
+                router.reload(replace(router.settings, workers=()))
+            assert (await ask(router, CHAT, prompt())).status == 200
+
+    run(test)
+
+
+def test_where_all_workers_were_removed_no_model_is_said_not_to_exist() -> None:
+    async def test() -> None:
+        async with (
+            mocks(2) as (one, other),
+            routing(one.url, f"b={other.url}", probe_interval_s=1.0) as router,
+        ):
+            await until(lambda: all(worker.models is not None for worker in router.roster))
+            assert (await ask(router, CHAT, prompt(model="nobody's"))).status == 404
+            router.drain_worker(one.url, grace_s=600)
+            answer = await ask(router, CHAT, prompt())
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+
+    run(test)
+
+
+def test_health_is_the_routers_own_and_wants_no_key(tmp_path: Path) -> None:
+    async def test() -> None:
+        file = tmp_path / "trust.toml"
+        file.write_text('keyless = "refuse"\n')
+        async with mocks(1) as (one,), routing(one.url, trust=file) as router, client(router) as asks:
+            asks.get("/health")
+            assert (await asks.answer()).status == 200
+            router.drain_worker(one.url, grace_s=600)
+            asks.get("/health")
+            assert (await asks.answer()).status == 503
+            assert not one.seen
+
+    run(test)
+
+
+def test_samples_begin_anew_where_a_pilot_changes() -> None:
+    async def test() -> None:
+        async with (
+            mocks(2) as (one, other),
+            routing(one.url, f"b={other.url}", split=Share(1.0, "b"), mirror=Share(1.0, "b")) as router,
+        ):
+            await ask(router, CHAT, prompt())
+            router.reload(router.settings)
+            assert router.pilots.of("split", "b").ended and router.pilots.of("original", "b").ended
+            router.reload(replace(router.settings, split=Share(0.5, "b")))
+            assert not router.pilots.of("split", "b").ended and router.pilots.of("original", "b").ended
 
     run(test)
 

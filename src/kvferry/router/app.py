@@ -42,12 +42,11 @@ from kvferry.router.pilots import MeasuredSnapshot, Pilots
 from kvferry.router.policies import Counting, LeastLoad, RoundRobin, SessionAffinity
 from kvferry.router.prefill import Prefill
 from kvferry.router.reception import Reception
-from kvferry.router.reload import plan
+from kvferry.router.reload import Plan, plan
 from kvferry.router.roster import DEFAULT_POOL, Roster, WorkerStatistics
 from kvferry.router.settings import RouterSettings, admin_sockets
+from kvferry.router.strangers import complaints, trust_of
 from kvferry.router.telling import Telling
-from kvferry.router.trust import PUBLIC_SECRET, Trust
-from kvferry.router.trustfile import read_rules
 
 TLS_LABELS = Labels("tls_ca ", "tls_cert ", "tls_key ")
 WORKER_TLS_LABELS = Labels("worker_tls_ca ", "worker_tls_cert ", "worker_tls_key ")
@@ -113,7 +112,7 @@ class Router:
         worker_key = settings.worker_api_key.reveal() if settings.worker_api_key is not None else ""
         self.reception = Reception(
             roster=self.roster,
-            trust=_trust(settings),
+            trust=trust_of(settings),
             make_guide=make_guide or self._guide,
             seed=secrets.randbits(63),
             apart_bytes=limits.apart_bytes,
@@ -171,7 +170,7 @@ class Router:
             self._sock = socket.create_server((listen.host, listen.port), family=family, backlog=BACKLOG)
         except OSError as error:
             raise MisconfiguredError(
-                f"cannot listen at {listen}: {error.strerror or error}; choose another --listen"
+                f"cannot listen at {listen}: {os.strerror(error.errno or 0)}; choose another --listen"
             ) from error
         await self._listen()
         if self._tls is not None:
@@ -217,21 +216,26 @@ class Router:
         """It gets no more requests; those it has may go on so long. False: there is none."""
         return self.attendant.drain(url, grace_s=grace_s)
 
-    def reload(self, settings: RouterSettings) -> None:
+    def reload(self, settings: RouterSettings) -> Plan:
         """See ``reload.plan``. Raises MisconfiguredError, and changes nothing."""
-        trust = _trust(settings)
-        change = plan(self.settings, settings)
+        trust = trust_of(settings)
+        running = {worker.url: worker.pool for worker in self.roster if not worker.leaving}
+        led = self._discovery.led if self._discovery is not None else {}
+        change = plan(self.settings, settings, running=running, led=led)
         self.settings = change.settings
         self.reception.trust = trust
-        self.pilots.split, self.pilots.mirror = settings.split, settings.mirror
+        self.pilots.change(settings.split, settings.mirror)
         self.reception.copy = self.copies.make if settings.mirror is not None else None
         for url in change.drain:
             self.drain_worker(url, grace_s=DRAIN_S)
         for worker in change.add:
-            self._found(worker.url, worker.pool, found_by_name=False)
+            self._found(worker.url, worker.pool)
+        for there in self.roster:
+            there.found_by_name = there.url not in dict(settings.workers)
         log.info("settings read anew: %d workers added, %d leave", len(change.add), len(change.drain))
         if change.later:
             log.warning("other values of %s count after a new start", ", ".join(change.later))
+        return change
 
     async def stop(self) -> None:
         """Listening ends, requests in flight have a while."""
@@ -277,9 +281,9 @@ class Router:
             self.pilots.statistics(),
         )
 
-    def _found(self, url: str, pool: str, *, found_by_name: bool = True) -> None:
+    def _found(self, url: str, pool: str) -> None:
         try:
-            self.add_worker(url, pool=pool, found_by_name=found_by_name)
+            self.add_worker(url, pool=pool, found_by_name=True)
         except RefusedError as error:
             log.warning("%s", error)
 
@@ -358,15 +362,6 @@ def run(settings: RouterSettings, *, reload: Callable[[], RouterSettings]) -> in
         return runner.run(_serve(settings, reload))
 
 
-def _trust(settings: RouterSettings) -> Trust:
-    secret = settings.trust_secret or PUBLIC_SECRET
-    if settings.worker_api_key is not None and settings.trust is None:
-        log.warning(
-            "worker_api_key is sent for whoever reaches %s: let a trust file say who may", settings.listen
-        )
-    return Trust(secret=secret) if settings.trust is None else Trust(read_rules(settings.trust), secret)
-
-
 async def _serve(settings: RouterSettings, read: Callable[[], RouterSettings]) -> int:
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -378,10 +373,15 @@ async def _serve(settings: RouterSettings, read: Callable[[], RouterSettings]) -
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:
             loop.add_signal_handler(number, stop, number)
+    chosen = settings.admin_socket
+    if chosen is not None and not chosen.parent.is_dir():
+        raise MisconfiguredError(
+            f"admin_socket {chosen}: there is no directory {chosen.parent}; make it, for its user alone"
+        )
     router = Router(settings)
 
-    def reload() -> None:
-        router.reload(read())
+    def reload() -> Plan:
+        return router.reload(read())
 
     def again() -> None:
         try:
@@ -399,8 +399,8 @@ async def _serve(settings: RouterSettings, read: Callable[[], RouterSettings]) -
         await admin.start()
         _serve_metrics(router, stack)
         log.info("kvferry %s router at %s: %d workers", __version__, router.address, len(settings.workers))
-        if not ipaddress.ip_address(settings.listen.host).is_loopback and settings.tls is None:
-            log.warning("API keys can be read on the way to %s: --tls-cert talks TLS", router.address)
+        for complaint in complaints(settings, router.reception.trust):
+            log.warning("%s", complaint)
         await ended.wait()
         await stopping()  # before metrics and admin go
     return 0

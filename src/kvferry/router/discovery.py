@@ -83,7 +83,13 @@ class Discovery:
         self._lookup = lookup or _look_up
         self._every_s = every_s
         self._led: Counter[str] = Counter()  # how many names lead to it, by URL
+        self._pools: dict[str, str] = {}
         self._tasks = {name: asyncio.create_task(self._watch(name)) for name in names}
+
+    @property
+    def led(self) -> dict[str, str]:
+        """Workers that names lead to now, and their pools."""
+        return dict(self._pools)
 
     async def close(self) -> None:
         """No more."""
@@ -122,12 +128,13 @@ class Discovery:
         for url in change.new:
             log.info("%s leads to the worker %s", name, url)
             self._led[url] += 1
+            self._pools.setdefault(url, name.pool)
             self._found(url, name.pool)
         for url in change.gone:
             log.info("%s leads to the worker %s no more", name, url)
             self._led[url] -= 1
             if not self._led[url]:  # else another name still leads there
-                del self._led[url]
+                del self._led[url], self._pools[url]
                 self._gone(url)
 
 

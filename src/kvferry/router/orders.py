@@ -10,6 +10,7 @@ from kvferry.router import pilot_report
 from kvferry.router.admin import Handler
 from kvferry.router.contract import Guide
 from kvferry.router.http.refusals import TurnedAwayError
+from kvferry.router.reload import Plan
 from kvferry.router.settings import parse_pool, parse_worker
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class _Added(msgspec.Struct, forbid_unknown_fields=True):
     pool: str = ""
 
 
-def orders(router: "Router", reload: Callable[[], None]) -> dict[str, Handler]:
+def orders(router: "Router", reload: Callable[[], Plan]) -> dict[str, Handler]:
     """By ``METHOD /path``. reload: reads the settings anew."""
 
     def add(query: Mapping[str, str], body: bytes) -> object:
@@ -43,8 +44,10 @@ def orders(router: "Router", reload: Callable[[], None]) -> dict[str, Handler]:
             grace_s = float(query.get("grace_s", DRAIN_S))
         except ValueError as error:
             raise RefusedError(f"grace_s={query['grace_s']} is no number of seconds") from error
-        if not 0 <= grace_s <= 86400 or not router.drain_worker(url, grace_s=grace_s):
-            raise TurnedAwayError(404, f"{url} is no worker of this router, or grace_s is not 0 to 86400")
+        if not 0 <= grace_s <= 86400:
+            raise RefusedError(f"grace_s={query['grace_s']} is outside 0 to 86400 seconds")
+        if not router.drain_worker(url, grace_s=grace_s):
+            raise TurnedAwayError(404, f"{url} is no worker of this router; GET /workers lists them")
         return {"drains": url, "grace_s": grace_s}
 
     def explain(query: Mapping[str, str], body: bytes) -> object:
@@ -56,8 +59,7 @@ def orders(router: "Router", reload: Callable[[], None]) -> dict[str, Handler]:
 
     def read_anew(query: Mapping[str, str], body: bytes) -> object:
         del query, body
-        reload()
-        return workers(router)
+        return reload().document()
 
     return {
         "GET /status": lambda query, body: status(router),

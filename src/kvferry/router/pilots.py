@@ -38,9 +38,11 @@ class Share:
 def parse_share(text: object) -> Share:
     """``10%=poolB``. Raises MisconfiguredError."""
     match = _SHARE.fullmatch(text.strip()) if isinstance(text, str) else None
-    percent = float(match[1]) if match else 0.0
-    if match is None or not 0 < percent <= 100:
+    if match is None:
         raise MisconfiguredError(f"{text!r} is no share of a pool; write it like 10%=poolB")
+    percent = float(match[1])
+    if not 0 < percent <= 100:
+        raise MisconfiguredError(f"{text!r} is not above 0% and at most 100%; write it like 10%=poolB")
     return Share(percent / 100, match[2])
 
 
@@ -153,6 +155,13 @@ class Pilots:
         self.split = split
         self.mirror = mirror
         self._measured: dict[tuple[str, str], Measured] = {}
+
+    def change(self, split: Share | None, mirror: Share | None) -> None:
+        """Of one that is another now, the samples begin anew: they would be of two pilots."""
+        changed = {"split"} if split != self.split else set()
+        changed |= {"original", "mirror"} if mirror != self.mirror else set()
+        self.split, self.mirror = split, mirror
+        self._measured = {key: told for key, told in self._measured.items() if key[0] not in changed}
 
     @property
     def active(self) -> bool:

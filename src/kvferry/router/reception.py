@@ -112,6 +112,8 @@ class Reception:
     def read(self, request: Request) -> Order:
         """See ``Desk``."""
         path, came = request.path, self._clock()
+        if path == "/health" and request.method in (b"GET", b"HEAD"):
+            return self._health(request)
         if not self.control and controls(request.target):
             raise TurnedAwayError(403, NOT_FOR_CLIENTS)
         try:
@@ -157,6 +159,16 @@ class Reception:
         kept = [field for field in fields if field[0].lower() not in KEY_FIELDS]
         kept.append((b"Authorization", self._worker_key))
         return kept
+
+    def _health(self, request: Request) -> Order:
+        """Of the router itself, for whoever balances loads over several; no key is asked for.
+
+        Raises TurnedAwayError where no worker may be asked.
+        """
+        if not self.roster.candidates(DEFAULT_POOL, ""):
+            raise TurnedAwayError(503, "no worker is available")
+        asked = Asked(request.request_id, "", ())
+        return Order(request, asked, b"", request.fields, repeatable=True, reply=b'{"status":"ok"}')
 
     def _models(self) -> bytes | None:
         """Of all workers that clients reach; None while nobody has said any."""

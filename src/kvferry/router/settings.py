@@ -25,7 +25,7 @@ from kvferry.router.http.limits import Limits
 from kvferry.router.pilots import Share, parse_share
 from kvferry.router.policies import POLICIES
 from kvferry.secret import Secret, parse_secret
-from kvferry.sources import Setting, gathered, parsed, suggestion
+from kvferry.sources import Setting, Texts, gathered, parsed, suggestion
 from kvferry.values import (
     TlsFiles,
     parse_age,
@@ -36,6 +36,7 @@ from kvferry.values import (
     parse_text,
 )
 
+MIN_TRUST_SECRET_BYTES = 16
 DEFAULT_PORT = 8080
 DEFAULT_LISTEN = Address("127.0.0.1", DEFAULT_PORT)
 DEFAULT_METRICS_PORT = 9475
@@ -209,7 +210,10 @@ def parse_feeds(text: object) -> Feeds:
 
 def parse_probe(text: object) -> float:
     """Seconds, from ``1s`` to an hour. Raises MisconfiguredError."""
-    seconds = parse_age(text)
+    try:
+        seconds = parse_age(text)
+    except MisconfiguredError as error:
+        raise MisconfiguredError(f"{text!r} is no time; write it like 2s or 1m") from error
     if not 1.0 <= seconds <= 3600.0:
         raise MisconfiguredError(f"{text!r} is outside 1s to 1h")
     return seconds
@@ -338,11 +342,11 @@ def load_router_settings(
     if "workers" not in values and "names" not in values:
         raise MisconfiguredError("a router needs workers; name one with --worker http://host:8000")
     settings = RouterSettings(**values)
-    _check(settings)
+    _check(settings, texts)
     return settings
 
 
-def _check(settings: RouterSettings) -> None:
+def _check(settings: RouterSettings, texts: Texts) -> None:
     pairs = {"tls": (settings.tls_cert, settings.tls_key)}
     pairs["feed_tls"] = (settings.feed_tls_cert, settings.feed_tls_key)
     pairs["worker_tls"] = (settings.worker_tls_cert, settings.worker_tls_key)
@@ -351,12 +355,30 @@ def _check(settings: RouterSettings) -> None:
             raise MisconfiguredError(f"{name}_cert and {name}_key belong together; set both or neither")
     if settings.tls_ca is not None and settings.tls_cert is None:
         raise MisconfiguredError("tls_ca is set, but no tls_cert; who asks for certificates has one")
+    secret = settings.trust_secret
+    if secret is not None and len(secret.reveal().encode()) < MIN_TRUST_SECRET_BYTES:
+        raise MisconfiguredError(
+            f"the trust secret is shorter than {MIN_TRUST_SECRET_BYTES} bytes; openssl rand -hex 32 makes one"
+        )
+    _check_used(settings)
     pools = {worker.pool for worker in (*settings.workers, *settings.names)}
     for name, share in (("split", settings.split), ("mirror", settings.mirror)):
         if share is not None and share.pool not in pools:
             raise MisconfiguredError(
-                f"{name} {share}: no worker is in {share.pool}; --worker {share.pool}=URL"
+                f"{texts[name][1]} {share}: no worker is in {share.pool}; add {share.pool}=URL to the workers"
             )
     if "" not in pools:
         raise MisconfiguredError("all workers are in named pools; name one without a pool: --worker URL")
     check_metrics(port=settings.metrics_port, host=settings.metrics_host)
+
+
+def _check_used(settings: RouterSettings) -> None:
+    """What nothing would look at is refused: whoever set it expects that it does something."""
+    if not any(worker.url.startswith("https:") for worker in settings.workers):
+        for name in ("worker_tls_ca", "worker_tls_cert", "worker_tls_key"):
+            if getattr(settings, name) is not None:
+                raise MisconfiguredError(f"{name} is set, but no worker is at an https URL; leave it out")
+    if not settings.feeds.port and not settings.feeds.others:
+        for name in ("feed_token", "feed_tls_ca", "feed_tls_cert", "feed_tls_key"):
+            if getattr(settings, name) is not None:
+                raise MisconfiguredError(f"{name} is set, but feed is none; leave one of them out")
