@@ -296,3 +296,23 @@ def test_ends_that_vanish_without_a_word_are_asked_after_by_the_kernel_on_both_s
                 assert 0 < sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 60_000
 
     run(test)
+
+
+@pytest.mark.parametrize(("last", "how"), [(b"data: [DONE]\n\n", "done"), (b"data: {}\n\n", "aborted")])
+def test_a_client_that_leaves_after_the_last_event_has_had_all_of_it(last: bytes, how: str) -> None:
+    async def test() -> None:
+        async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await read_request(reader)
+            head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+            writer.write(head + b"%x\r\n" % len(last) + last + b"\r\n")
+            await reader.read()  # HTTP's own end does not come
+
+        async with scripted(worker) as url, routing(url) as router:
+            one = await Client.to(router.address)
+            one.post(CHAT, prompt(stream=True))
+            await one.reader.readuntil(last)
+            one.close()
+            await until(lambda: router.proxy.statistics().ended)
+            assert router.proxy.statistics().ended == {how: 1}
+
+    run(test)

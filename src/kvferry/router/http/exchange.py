@@ -133,7 +133,8 @@ class Exchange:
     def client_gone(self) -> None:
         """Stop everything, the engine first."""
         if self.phase is not Phase.OVER:
-            self._end(Ended.ABORTED)
+            done = self._sse and self._tail.done  # it had all of it, but for the end of HTTP's framing
+            self._end(Ended.DONE if done else Ended.ABORTED, self._tail.usage() if done else None)
 
     def client_stalls(self, *, stalled: bool) -> None:
         """The client takes no bytes for now: neither do we."""

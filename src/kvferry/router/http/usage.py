@@ -41,6 +41,11 @@ class Tail:
         """Came now."""
         self._pieces.append(data)
 
+    @property
+    def done(self) -> bool:
+        """Whether it is a stream's end, as OpenAI's API has it."""
+        return b"".join(self._pieces)[-64:].rstrip().endswith(b"data: [DONE]")
+
     def usage(self) -> Usage | None:
         """None where it says none, or nothing that can be read."""
         end = b"".join(piece[-KEPT_BYTES:] for piece in self._pieces)
