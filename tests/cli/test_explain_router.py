@@ -26,6 +26,8 @@ def test_it_shows_where_a_request_went_and_what_every_candidate_would_have_cost(
     assert f"sent to   {flight.worker}" in lines[1]
     assert "cached    11,900, 11," in "\n".join(lines)
     assert "1,000.0," in lines[4]
+    unsaid = "\n".join(render({**explained, "ttft_ms": None}).splitlines())
+    assert "TTFT      - (no stream), " in unsaid
     assert lines[-3].split()[:2] == ["worker", "cost"]
     assert {line.split()[0] for line in lines[-2:]} == {"http://a", "http://b"}
     assert len({len(line) for line in lines[-3:]}) == 1

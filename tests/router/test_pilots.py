@@ -150,6 +150,10 @@ def test_a_difference_is_told_where_the_intervals_show_one() -> None:
     assert found["low"] <= 0.5 <= found["high"] < 1 and page["mirror"] is None
     assert page["split"]["other"]["ttft_s_p99"]["n"] == 500
     lines = "\n".join(text(pilots))
+    assert "TTFT p50, ms" in lines and "errors, %" in lines and "-: none yet" in lines
+    (row,) = (line for line in text(pilots) if "TTFT p50, ms" in line)
+    assert "  " in row[30:].strip()  # columns do not touch
+    assert float(row.split()[3].replace(",", "")) == pytest.approx(1500, rel=0.2)
     assert "TTFT p50" in lines and "] less" in lines and "no difference shown" in lines
 
 

@@ -29,11 +29,16 @@ def render(status: dict[str, Any]) -> str:
     ]
     if proxy["events"]:
         lines.append(labelled("events", causes(proxy["events"])))
-    lines.extend(
-        labelled("feed", f"{feed['address']} {feed['state']} {feed['error']}".rstrip())
-        for feed in status["feeds"]
-    )
+    lines.extend(labelled("feed", f"{feed['address']} {_feed(feed)}".rstrip()) for feed in status["feeds"])
     return "\n".join(lines)
+
+
+def _feed(feed: dict[str, Any]) -> str:
+    """How it is, the address not said again."""
+    if feed["state"] == "absent":
+        return "absent: no feed there; fine without nodes"
+    error = str(feed["error"]).replace(f"{feed['address']}: ", "")
+    return f"{feed['state']} {error}"
 
 
 def _workers(workers: list[dict[str, Any]]) -> str:

@@ -10,6 +10,8 @@ from kvferry.router.pilots import Measured, Pilots
 KINDS = (("split", "split"), ("original", "mirror"))  # what is compared: the usual pool's, the other one's
 _ROWS = (("ttft_s", 0.5), ("ttft_s", 0.99), ("tokens_per_s", 0.5), ("total_s", 0.5))
 _NAMES = {"ttft_s": "TTFT", "tokens_per_s": "tokens/s of a stream", "total_s": "whole answer"}
+_UNITS = {"ttft_s": ", ms", "tokens_per_s": "", "total_s": ", ms"}
+_PERCENT = ("errors", "cached")
 
 
 def document(pilots: Pilots) -> dict[str, Any]:
@@ -45,15 +47,17 @@ def text(pilots: Pilots) -> list[str]:
         if not isinstance(part, dict):
             continue
         lines.append(f"{name} {part['share'] * 100:g}% to {part['pool']}")
-        lines.append(f"  {'':24}{'usual':>30}{part['pool']:>30}   ratio")
+        lines.append(f"  {'':26} {'usual':>32}  {part['pool']:>32}   ratio")
         lines += [
-            f"  {row:24}{part['usual'][row]:>30}{part['other'][row]:>30}"
+            f"  {row:26} {part['usual'][row]:>32}  {part['other'][row]:>32}"
             for row in ("conversations", "requests")
         ]
-        rows = [(f"{_NAMES[what]} p{q * 100:g}", f"{what}_p{q * 100:g}") for what, q in _ROWS]
-        for title, key in [*rows, ("errors", "errors"), ("cached tokens", "cached")]:
-            cells = [_cell(part[side][key]) for side in ("usual", "other")]
-            lines.append(f"  {title:24}{cells[0]:>30}{cells[1]:>30}   {_verdict(part['ratios'].get(key))}")
+        rows = [(f"{_NAMES[what]} p{q * 100:g}{_UNITS[what]}", f"{what}_p{q * 100:g}") for what, q in _ROWS]
+        for title, key in [*rows, ("errors, %", "errors"), ("cached tokens, %", "cached")]:
+            scale = 100 if key in _PERCENT else 1000 if key.startswith(("ttft_s", "total_s")) else 1
+            cells = [_cell(part[side][key], scale) for side in ("usual", "other")]
+            lines.append(f"  {title:26} {cells[0]:>32}  {cells[1]:>32}   {_verdict(part['ratios'].get(key))}")
+        lines.append("  value [95% interval] n=samples; ?: too few for this end of it, -: none yet")
         if part["other"]["skipped"]:
             lines.append(f"  {part['other']['skipped']} copies were not made: too many in flight")
     return lines
@@ -101,11 +105,13 @@ def _numbers(found: Estimate | None) -> dict[str, Any]:
     return {"value": found.value, "low": found.low, "high": found.high, "n": found.of}
 
 
-def _cell(numbers: Mapping[str, Any]) -> str:
+def _cell(numbers: Mapping[str, Any], scale: int) -> str:
+    """In the row's unit."""
     if numbers["value"] is None:
         return "-"
-    low, high = (f"{end:.3g}" if end is not None else "?" for end in (numbers["low"], numbers["high"]))
-    return f"{numbers['value']:.3g} [{low}, {high}] n={numbers['n']}"
+    ends = (numbers["low"], numbers["high"])
+    low, high = (f"{end * scale:,.4g}" if end is not None else "?" for end in ends)
+    return f"{numbers['value'] * scale:,.4g} [{low}, {high}] n={numbers['n']}"
 
 
 def _verdict(numbers: Mapping[str, Any] | None) -> str:
