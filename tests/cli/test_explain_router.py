@@ -2,6 +2,7 @@
 
 from random import Random
 
+from kvferry.cli import router_status
 from kvferry.cli.explain_router import render
 from kvferry.router.choice import CostGuide
 from kvferry.router.contract import Asked, Ended, Key, Usage
@@ -31,3 +32,9 @@ def test_it_shows_where_a_request_went_and_what_every_candidate_would_have_cost(
     assert lines[-3].split()[:2] == ["worker", "cost"]
     assert {line.split()[0] for line in lines[-2:]} == {"http://a", "http://b"}
     assert len({len(line) for line in lines[-3:]}) == 1
+
+
+def test_a_feed_that_is_absent_is_said_once_and_to_be_no_fault() -> None:
+    away = {"address": "h:9474", "state": "away", "error": "h:9474: Connection refused"}
+    assert router_status._feed(away) == "away Connection refused"
+    assert "fine without nodes" in router_status._feed({**away, "state": "absent"})
