@@ -180,6 +180,17 @@ KEEPERS_SETTINGS = (
 )
 """Of a node, and of the verbs that ask keepers themselves."""
 
+
+def metrics_settings(port: int) -> tuple[Setting, Setting]:
+    """Where a process shows its metrics. port: the default."""
+    text = f"port of the metrics; 0: none (default {port})"
+    host = "address of the metrics (default: loopback)"
+    return (
+        Setting("metrics_port", parse_port, "PORT", text, "metrics_port"),
+        Setting("metrics_host", parse_ip_address, "ADDRESS", host, "metrics_host"),
+    )
+
+
 NODE_SETTINGS = (
     Setting("pool", parse_size, "SIZE", "host memory for KV, like 16GiB (default 4GiB)", "pool_bytes"),
     Setting("valkey", parse_url_text, "URL", "valkey://host:port, or valkeys:// for TLS", "valkey"),
@@ -194,20 +205,7 @@ NODE_SETTINGS = (
     ),
     Setting("socket", parse_socket_path, "PATH", "where engines of this host find the node", "socket_path"),
     Setting("group", parse_group, "GROUP", "name or number of a group that may connect", "group"),
-    Setting(
-        "metrics_port",
-        parse_port,
-        "PORT",
-        f"port of the metrics; 0: none (default {DEFAULT_METRICS_PORT})",
-        "metrics_port",
-    ),
-    Setting(
-        "metrics_host",
-        parse_ip_address,
-        "ADDRESS",
-        "address of the metrics (default: loopback)",
-        "metrics_host",
-    ),
+    *metrics_settings(DEFAULT_METRICS_PORT),
     Setting("valkey_password", parse_secret, "TEXT", "", "valkey_password", environment_only=True),
     Setting(
         "valkey_password_file", parse_path, "PATH", "file that holds Valkey's password", "valkey_password"

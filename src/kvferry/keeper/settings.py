@@ -14,8 +14,8 @@ from kvferry.config import (
     OTHER_ENVIRONMENT,
     check_metrics,
     format_size,
+    metrics_settings,
     parse_limit,
-    parse_port,
     parse_size,
     parse_url_text,
     parse_valkey,
@@ -28,7 +28,7 @@ from kvferry.keeper.limits import MIN_BUFFER_BYTES, Limits
 from kvferry.secret import Secret, parse_secret
 from kvferry.sources import Setting, gathered, parsed
 from kvferry.tiers.valkey.url import ValkeyUrl
-from kvferry.values import TlsFiles, parse_age, parse_ip_address, parse_path, parse_text
+from kvferry.values import TlsFiles, parse_age, parse_path, parse_text
 
 DEFAULT_LISTEN = Address("127.0.0.1", DEFAULT_PORT)
 DEFAULT_METRICS_PORT = 9473
@@ -128,20 +128,7 @@ KEEPER_SETTINGS = (
     ),
     Setting("encryption_key_ids", parse_key_ids, "IDS", "of nodes' keys, where they encrypt", "key_ids"),
     Setting("buffer", parse_size, "SIZE", "memory that parts pass through (default 256MiB)", "buffer_bytes"),
-    Setting(
-        "metrics_port",
-        parse_port,
-        "PORT",
-        f"port of the metrics; 0: none (default {DEFAULT_METRICS_PORT})",
-        "metrics_port",
-    ),
-    Setting(
-        "metrics_host",
-        parse_ip_address,
-        "ADDRESS",
-        "address of the metrics (default: loopback)",
-        "metrics_host",
-    ),
+    *metrics_settings(DEFAULT_METRICS_PORT),
 )
 
 

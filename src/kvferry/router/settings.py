@@ -14,7 +14,7 @@ from kvferry.config import (
     OTHER_ENVIRONMENT,
     check_metrics,
     default_socket_path,
-    parse_port,
+    metrics_settings,
     parse_size,
 )
 from kvferry.errors import MisconfiguredError
@@ -30,7 +30,6 @@ from kvferry.values import (
     TlsFiles,
     parse_age,
     parse_count,
-    parse_ip_address,
     parse_path,
     parse_socket_path,
     parse_text,
@@ -296,20 +295,7 @@ ROUTER_SETTINGS = (
     Setting("worker_tls_ca", parse_path, "PATH", "authority of https workers' certificates", "worker_tls_ca"),
     Setting("worker_tls_cert", parse_path, "PATH", "the certificate to show them", "worker_tls_cert"),
     Setting("worker_tls_key", parse_path, "PATH", "its key", "worker_tls_key"),
-    Setting(
-        "metrics_port",
-        parse_port,
-        "PORT",
-        f"port of the metrics; 0: none (default {DEFAULT_METRICS_PORT})",
-        "metrics_port",
-    ),
-    Setting(
-        "metrics_host",
-        parse_ip_address,
-        "ADDRESS",
-        "address of the metrics (default: loopback)",
-        "metrics_host",
-    ),
+    *metrics_settings(DEFAULT_METRICS_PORT),
     Setting("admin_socket", parse_socket_path, "PATH", "where its user asks and tells it", "admin_socket"),
 )
 
