@@ -196,7 +196,10 @@ def test_a_keeper_that_cannot_start_says_why_in_one_line(
             ([*usual, *bucket, "--listen", f"127.0.0.1:{taken}"], "is in use; choose another --listen"),
             ([*usual, *bucket, "--listen", "0.0.0.0"], "set --token-file"),
             ([*usual, "--disk", str(occupied), "--disk-size", "128MiB"], str(occupied)),
-            ([*usual, *bucket, "--tls-cert", "/nowhere", "--tls-key", "/nowhere"], "cannot read tls_cert"),
+            (
+                [*usual, *bucket, "--tls-cert", "/nowhere", "--tls-key", "/nowhere"],
+                "there is no file tls_cert /nowhere",
+            ),
             (["keeper", "--valkey", "http://127.0.0.1:1", *bucket], "unknown scheme 'http'"),
             (["keeper", "--valkey", f"valkey://nobody:wrong@127.0.0.1:{valkey.port}", *bucket], "--valkey"),
             ([*usual, "--objects", "s3://Bucket"], "give s3://BUCKET/PREFIX or file:///DIRECTORY"),

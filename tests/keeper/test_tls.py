@@ -217,7 +217,7 @@ def test_replaced_certificates_are_used_from_the_next_connection_on(
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        ("missing", "cannot read tls_cert "),
+        ("missing", "there is no file tls_cert "),
         ("open", "is open to others: chmod 600"),
         ("mixed", "is not the key of tls_cert "),
         ("empty", "holds no certificate in PEM"),

@@ -169,8 +169,8 @@ def test_client_files_that_cannot_be_used_are_named(tls: TlsServer, refused: Ref
     locked = tls.authority.issue("locked", passphrase="secret")
     assert "encrypted" in refused(tls.url(client=locked))
     missing = tls.directory / "none.pem"
-    assert f"cannot read key={missing}" in refused(tls.url(client=Issued(one.cert, missing)))
-    assert f"cannot read ca={missing}" in refused(tls.url(ca=missing))
+    assert f"there is no file key={missing}" in refused(tls.url(client=Issued(one.cert, missing)))
+    assert f"there is no file ca={missing}" in refused(tls.url(ca=missing))
     nothing = tls.directory / "nothing.pem"
     nothing.write_text("nothing")
     assert f"ca={nothing}" in refused(tls.url(ca=nothing))

@@ -32,7 +32,9 @@ def request_and_router(request: str | None, router: str | None) -> tuple[str, st
     if request is None and router not in (None, ANY) and "/" not in router:
         return router, ANY
     if request is None:
-        raise MisconfiguredError("name a request, by the id of its API response, like cmpl-...")
+        raise MisconfiguredError(
+            "name a request, by the id of its API response, like cmpl-...; see kvferry explain --help"
+        )
     return request, router
 
 

@@ -1,6 +1,7 @@
 """A prompt's tokens are asked of its worker: once, within bounds, and behind the request."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -11,7 +12,7 @@ from tests.router.feed.test_kvevents import Loop
 
 from kvferry.errors import RetryError
 from kvferry.router.feed.tokens import MAX_WAITING, MAX_WAITING_BYTES, TokenAsker
-from kvferry.testing.expectations import eventually
+from kvferry.testing.expectations import WAIT_S, eventually
 
 
 @pytest.fixture
@@ -95,9 +96,12 @@ def test_bodies_that_wait_are_bounded_too_and_asked_for_when_they_come_again(
     body = msgspec.json.encode({"prompt": "x" * 900_000})
     for number in range(10):
         loop.loop.call_soon_threadsafe(made.sent, b"%d" % number, str(number), "/v1/completions", body, "")
-    eventually(lambda: made.left_out >= 5, "left out")
+    sent = threading.Event()
+    loop.loop.call_soon_threadsafe(sent.set)
+    assert sent.wait(WAIT_S)
+    assert made.left_out >= 5
     assert sum(len(wanted.body) for wanted in made._waiting.values()) <= MAX_WAITING_BYTES
-    again = [number for number in range(1, 10) if b"%d" % number not in made._waiting][-1]
+    again = [number for number in range(1, 10) if b"%d" % number not in made._known][-1]
     loop.loop.call_soon_threadsafe(let_go.set)
     eventually(lambda: not made._waiting, "asked")
     loop.loop.call_soon_threadsafe(made.sent, b"%d" % again, "again", "/v1/completions", body, "")

@@ -59,6 +59,7 @@ class Fleet:
         for engine, url in zip(self.engines, self.urls, strict=True):
             engine.wait_for(lambda url=url: healthy(url), what=url, timeout_s=START_S)
         self.socket = directory / "sockets" / "router.sock"
+        self.socket.parent.mkdir(mode=0o700)
         router = [sys.executable, "-m", "kvferry", "router", "--worker", *self.urls]
         router += ["--listen", f"127.0.0.1:{self.port}", "--metrics-port", str(metrics), "--feed", "none"]
         router += ["--admin-socket", str(self.socket), "--probe", "1s"]
