@@ -50,7 +50,7 @@ class Following:
 
     def prefetch(self, namespace: bytes, chunks: list[bytes]) -> bool:
         async def ask() -> bool:
-            return self._followers.prefetch(self.name, namespace, chunks)
+            return self._followers.prefetch(self.name, namespace, b"".join(chunks))
 
         return self._call(ask)
 

@@ -13,7 +13,7 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 
 from kvferry import __version__
@@ -110,6 +110,8 @@ class Router:
         self.pilots = Pilots(settings.split, settings.mirror)
         self._telling = Telling()
         worker_key = settings.worker_api_key.reveal() if settings.worker_api_key is not None else ""
+        self.knowledge = Knowledge()
+        self.followers = Followers(self.knowledge, settings.feed_access)
         self.reception = Reception(
             roster=self.roster,
             trust=trust_of(settings),
@@ -117,13 +119,11 @@ class Router:
             seed=secrets.randbits(63),
             apart_bytes=limits.apart_bytes,
             changed=self._changed,
-            prefetch=self._prefetch,
+            prefetch=self.followers.prefetch,
             pilots=self.pilots,
             worker_key=worker_key,
             control=settings.engine_control,
         )
-        self.knowledge = Knowledge()
-        self.followers = Followers(self.knowledge, settings.feed_access)
         shown = {"Authorization": f"Bearer {worker_key}"} if worker_key else None
         self.engine_events = EngineEvents(self.knowledge, settings.kv_events, tls=worker_tls, headers=shown)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -308,9 +308,6 @@ class Router:
 
     def _given(self, url: str, order: Order) -> None:
         self.engine_events.sent(url, order.asked, order.request.path, order.body)
-
-    def _prefetch(self, node: str, namespace: bytes, chunks: Sequence[bytes]) -> None:
-        self.followers.prefetch(node, namespace, chunks)
 
     def _guide(self) -> Guide:
         policy = self.settings.policy

@@ -115,11 +115,6 @@ class Health:
         return self._breaker.opened
 
     @property
-    def spotless(self) -> bool:
-        """Whether a success would change nothing."""
-        return self._state is State.UP and self._breaker.weight == 0 and self._missed == 0
-
-    @property
     def boot_wanted(self) -> bool:
         """Whether ``booted`` should be told when its process began."""
         return self._boot_wanted and self._state in (State.UP, State.TRIAL)

@@ -74,11 +74,16 @@ class Reader:
 
         ignore_own_salt: the caller's is not passed on. A path that is not known is not judged.
         """
-        path = path.partition("?")[0].rstrip("/")
         opened = self.open(path, body)
         if opened is not None:
             return self.named(opened, salt, with_opening=with_opening)
-        build = BUILDERS.get(path)
+        return self.whole(path, body, salt, ignore_own_salt=ignore_own_salt, with_opening=with_opening)
+
+    def whole(
+        self, path: str, body: bytes, salt: str, *, ignore_own_salt: bool, with_opening: bool
+    ) -> Reading:
+        """As ``read``, of a body that ``open`` does not take."""
+        build = BUILDERS.get(_door(path))
         if build is None:
             return _unjudged(body)
         asked = _decoded(body)
@@ -89,9 +94,9 @@ class Reader:
     def open(self, path: str, body: bytes, *, without: bytes = b"") -> Opened | None:
         """A body that can be named as it was written, and has no salt of the caller's.
 
-        None: any other, which ``read`` reads. without: also of what holds this anywhere.
+        None: any other, which ``whole`` reads. without: also of what holds this anywhere.
         """
-        build = PLAIN_BUILDERS.get(path)
+        build = PLAIN_BUILDERS.get(_door(path))
         if build is None or _ESCAPES.search(body) is not None or (without and without in body):
             return None
         try:
@@ -160,6 +165,10 @@ class Reader:
                 self._remembered.clear()
             self._remembered[known] = found
         return found
+
+
+def _door(path: str) -> str:
+    return path.partition("?")[0].rstrip("/")
 
 
 def _decoded(body: bytes) -> Body:

@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from kvferry.identity.names import DIGEST_BYTES
 from kvferry.router.contract import Asked, Flight, Guide
 from kvferry.router.control import NOT_FOR_CLIENTS, controls
 from kvferry.router.fields import looks_like_object
@@ -67,7 +66,7 @@ class Reception:
         seed: int,
         apart_bytes: int,
         changed: Callable[[str, Change], None],
-        prefetch: Callable[[str, bytes, Sequence[bytes]], object],
+        prefetch: Callable[[str, bytes, bytes], object],
         pilots: Pilots | None = None,
         worker_key: str = "",
         control: bool = False,
@@ -127,7 +126,7 @@ class Reception:
                 if opened is not None:
                     reading = reader.named(opened, salt, with_opening=with_opening)
                 else:
-                    reading = reader.read(path, body, salt, ignore_own_salt=True, with_opening=with_opening)
+                    reading = reader.whole(path, body, salt, ignore_own_salt=True, with_opening=with_opening)
         except StrangerError as error:
             raise TurnedAwayError(401, str(error)) from error
         asked = Asked(
@@ -208,8 +207,7 @@ class Reception:
             self.given(flight.worker, order)
         wish = flight.wish if isinstance(flight, CostFlight) else None
         if wish is not None:
-            starts = range(0, len(wish.digests), DIGEST_BYTES)
-            self._prefetch(wish.node, wish.namespace, [wish.digests[at : at + DIGEST_BYTES] for at in starts])
+            self._prefetch(wish.node, wish.namespace, wish.digests)
         return self._measured(flight, order, pool) if self._pilots.active and order.asked.keys else flight
 
     def _measured(self, flight: Flight, order: Order, pool: str) -> Flight:

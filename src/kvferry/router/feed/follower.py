@@ -139,14 +139,14 @@ class Follower:
         await end(task)
         self._lose()
 
-    def prefetch(self, namespace: bytes, chunks: Sequence[bytes]) -> bool:
-        """Tell the node that these will be wanted there. Whether it was told."""
+    def prefetch(self, namespace: bytes, digests: bytes) -> bool:
+        """Tell the node that these chunks will be wanted there. Whether it was told."""
         writer = self._writer
-        if writer is None or self.state is not State.FOLLOWED or not chunks:
+        if writer is None or self.state is not State.FOLLOWED or not digests:
             return False
         if writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             return False
-        writer.write(encode(Prefetch(namespace=namespace, chunks=b"".join(chunks[:MAX_CHUNKS]))))
+        writer.write(encode(Prefetch(namespace=namespace, chunks=digests[: MAX_CHUNKS * DIGEST_BYTES])))
         self._prefetches += 1
         return True
 

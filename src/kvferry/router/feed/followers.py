@@ -1,7 +1,5 @@
 """The feeds that a router follows, one for each node; workers of one host share it."""
 
-from collections.abc import Sequence
-
 from kvferry.addresses import Address
 from kvferry.feed.access import FeedAccess
 from kvferry.router.feed.follower import Follower, FollowerStatistics, Knowledge
@@ -40,10 +38,10 @@ class Followers:
         if follower is not None:
             await follower.close()
 
-    def prefetch(self, name: str, namespace: bytes, chunks: Sequence[bytes]) -> bool:
-        """Tell that node that these will be wanted there. Whether it was told."""
+    def prefetch(self, name: str, namespace: bytes, digests: bytes) -> bool:
+        """Tell that node that these chunks will be wanted there. Whether it was told."""
         follower = self._followers.get(name)
-        return follower is not None and follower.prefetch(namespace, chunks)
+        return follower is not None and follower.prefetch(namespace, digests)
 
     def statistics(self) -> tuple[FollowerStatistics, ...]:
         """A snapshot of each."""
