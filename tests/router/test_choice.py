@@ -10,7 +10,6 @@ import pytest
 from tests.router.virtual import Conversations, Fleet, Turn, cost_guide, run_virtually, text
 
 from kvferry.errors import BrokenError
-from kvferry.feed.wire import EngineUp, Speed
 from kvferry.router.cache_aware import CacheAware, Thresholds
 from kvferry.router.choice import CostGuide
 from kvferry.router.contract import Asked, Ended, Guide, Key, Usage
@@ -415,23 +414,3 @@ def test_leaving_for_a_trifle_is_not_worth_it() -> None:
         explained = guide.explain("c")
         assert explained is not None
         assert str(explained["reason"]).startswith("stays") is stays
-
-
-def test_what_was_learned_against_an_assumption_is_not_held_against_a_measured_speed() -> None:
-    knowledge = Knowledge()
-    guide = cost_guide(knowledge)
-    keys = (Key(b"k", 40_000),)
-    for number in range(6):  # 10,000 tokens, 1 s by assumption, take 5 s
-        flight = guide.begin(Asked(f"r{number}", "m", keys), among=["a"], now=100.0 * number)
-        flight.first_byte(100.0 * number + 5)
-        flight.token(100.0 * number + 5)
-        flight.end(Ended.ABORTED, 100.0 * number + 6)
-        knowledge.seen.forget(knowledge.worker("a").number)
-    assert guide.slowness(506.0)["a"] > 2
-    knowledge.near("a", "n")
-    knowledge.apply("n", EngineUp(1, "e", 1))
-    knowledge.apply("n", Speed(1, 0.0, 5e-4, 0.0))
-    guide.begin(Asked("x", "m", keys), among=["a"], now=506.0)
-    explained = guide.explain("x")
-    assert explained is not None
-    assert explained["ttft_ms_expected"] == pytest.approx(5000, rel=0.05)

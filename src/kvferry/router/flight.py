@@ -16,7 +16,7 @@ from kvferry.router.knowledge.knowledge import Worker
 from kvferry.router.load import CountedFlight, Loads
 from kvferry.router.pace import Decodes, Pace, Prefills, Typical
 
-TELLING_TOKENS = 8  # of an answer, for its tokens to say how fast decode is
+TELLING_TOKENS = 4  # of an answer, with no prefill beside, for them to say how fast decode is
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +26,7 @@ class Known:
     url: str
     worker: Worker
     pace: Pace
-    told: bool = False  # its engine says how fast it is
+    told: PrefillModel | None = None  # what its engine says how fast it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +87,26 @@ class Pool:
             ratio = prefills.model.seconds(tokens) / before
             self.typical.log -= math.log(ratio)
             for other in self.workers.values():
-                if not other.told:
+                if other.told is None:
                     other.pace.rescale(ratio)
 
     def prefill(self, known: Known) -> PrefillModel:
         """What predicts its prefills, but for the worker's factor."""
         told = self.knowledge.prefill(known.worker)
-        if (told is not None) is not known.told:
-            known.told = told is not None
-            known.pace.begin_anew(self.typical_told if known.told else self.typical)
+        if told is not known.told:
+            self._told(known, told)
         return told or self.prefills.model
+
+    def _told(self, known: Known, told: PrefillModel | None) -> None:
+        """A newer model leaves expectations as they are; the first or the last one ends what was learned."""
+        before, known.told = known.told, told
+        if before is None or told is None:
+            known.pace.begin_anew(self.typical if told is None else self.typical_told)
+            return
+        tokens = int(self.prefills.typical_tokens)
+        then, now = before.seconds(tokens), told.seconds(tokens)
+        if then > 0 and now > 0:
+            known.pace.rescale(now / then)
 
     def _is_current(self, known: Known) -> bool:
         return self.workers.get(known.url) is known
@@ -115,6 +125,9 @@ class CostFlight(CountedFlight):
         "_mark",
         "_pool",
         "_price",
+        "_quiet",
+        "_quiet_s",
+        "_quiet_tokens",
         "_record",
         "_streams",
         "_tokens",
@@ -144,7 +157,8 @@ class CostFlight(CountedFlight):
         )
         self._told: tuple[float, float] | None = None
         self._first_at: float | None = None
-        self._tokens = self._streams = 0
+        self._tokens = self._streams = self._quiet = self._quiet_tokens = 0
+        self._quiet_s = 0.0
         if asked.streamed:
             pool.joins(known, self, price.prefill_s / price.factor, now)
         else:
@@ -158,9 +172,15 @@ class CostFlight(CountedFlight):
         self._first_at = self._last_at = now
         self._streams = self._load.decoding
         self._pool.leaves(self._known, self, now)
+        self._quiet = self._known.pace.quiet
 
     def token(self, now: float) -> None:
         """See ``Flight``. Only of a stream does the first byte tell how long a prefill took."""
+        quiet = self._known.pace.quiet
+        if quiet == self._quiet > 0 and self._tokens:
+            self._quiet_s += now - self._last_at
+            self._quiet_tokens += 1
+        self._quiet = quiet
         self._last_at = now
         self._tokens += 1
         if self._tokens == 1 and self._first_at is not None:
@@ -183,9 +203,9 @@ class CostFlight(CountedFlight):
             return
         if how is Ended.FAILED or how is Ended.REFUSED:
             knowledge.seen.taken_back(self._asked.keys, self._mark)
-        if self._tokens >= TELLING_TOKENS:
+        if self._quiet_tokens >= TELLING_TOKENS and not self._known.pace.unseen:
             streams = (self._streams + self._load.decoding + 1) / 2 - 1
-            pool.decodes.observe(max(streams, 0.0), (self._last_at - self._first_at) / (self._tokens - 1))
+            pool.decodes.observe(max(streams, 0.0), self._quiet_s / self._quiet_tokens)
         if usage is not None and usage.prompt_tokens > 0 and self._asked.keys:
             self._learn(usage, now)
 

@@ -57,7 +57,10 @@ class Prefills:
 
 
 class Decodes:
-    """How much longer a step of decode takes for each further stream: a line through what was seen."""
+    """How much longer a step of decode takes for each further stream: a line through what was seen.
+
+    Seen while nothing prefilled there: what a prefill delays is in the wait of whoever comes after it.
+    """
 
     def __init__(self) -> None:
         self._w = self._x = self._y = self._xx = self._xy = 0.0
@@ -108,6 +111,7 @@ class Pace:
         "_typical",
         "_unseen_until",
         "_waiting",
+        "quiet",
         "unseen",
     )
 
@@ -121,6 +125,7 @@ class Pace:
         self._waiting: dict[Hashable, float] = {}  # in order of arrival
         self._unseen_until = -math.inf
         self.unseen = 0  # requests of which nobody sees when their prefill is over
+        self.quiet = 1  # number of the time without any prefill that it is; below 0: of the one that was last
 
     def factor(self, now: float) -> float:
         """What predictions are to be multiplied with."""
@@ -166,6 +171,7 @@ class Pace:
         """A prefill joins the queue."""
         if not self._waiting:
             self._since = now
+            self.quiet = -self.quiet
         self._waiting[flight] = work_s
         self._total += work_s
 
@@ -176,7 +182,10 @@ class Pace:
             return False
         self._total = self._total - work if self._waiting else 0.0
         self._since = now
-        return not self._waiting
+        if self._waiting:
+            return False
+        self.quiet = 1 - self.quiet
+        return True
 
     def begin_unseen(self, work_s: float, now: float, factor: float) -> None:
         """One whose end nobody will see is taken to take what is predicted."""

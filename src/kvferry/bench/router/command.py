@@ -24,6 +24,7 @@ TOKENS = {1: 2, 64: 40, 256: 100}  # of an answer: the more streams, the longer 
 STEP_S = 0.025
 QUICK_STEP_S = 0.01
 MAX_ROUNDS = 100
+REPLICAS_ROUNDS = 2  # at most: each arm takes four minutes
 EXIT_FAILED = 1
 
 
@@ -38,7 +39,7 @@ class Setting:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """All have defaults; the whole takes about three quarters of an hour on two cores."""
+    """All have defaults; the whole takes about two hours on two cores."""
     add = parser.add_argument
     add("--only", default=",".join(SECTIONS), metavar="LIST", help=f"sections to run ({','.join(SECTIONS)})")
     add("--vllm-router", metavar="PATH", help="the command of the router to compare with")
@@ -158,7 +159,7 @@ def _replicas(found: Report, setting: Setting) -> None:
             replicas.measure(
                 arms_of(setting, OURS, CACHE_AWARE),
                 shared=shared,
-                rounds=1,
+                rounds=min(setting.args.rounds, REPLICAS_ROUNDS),
                 seed=setting.args.seed,
                 directory=setting.directory,
                 peer=setting.peer,

@@ -30,7 +30,7 @@ from kvferry.demo.ports import free_port
 
 MIX = Mix(
     conversations=40,
-    rate=0.4,
+    rate=0.2,
     turns=5,
     hot=0.6,
     cold_prefixes=6,
@@ -151,24 +151,26 @@ def measure(
     mix: Mix = MIX,
     candidates: Sequence[Thresholds] = CANDIDATES,
 ) -> Comparison:
-    """All arms with all plans, in turn. cache_aware: with each of ``candidates``; the best counts."""
+    """All arms with all plans, in turn.
+
+    cache_aware runs the first plan with each of ``candidates``; what did best there counts, and goes on.
+    """
     tier = "Valkey behind a node each" if shared else "no shared tier"
     comparison = Comparison(f"two vLLM replicas, one slowed to {RUNS_SHARE:.0%}, {tier}")
-    tried: dict[Thresholds, list[Outcome]] = {thresholds: [] for thresholds in candidates}
     with sides(demo_model(chosen=model, say=say), shared=shared, say=say) as both:
         warm(both)
         runs = [0]
         for number in range(rounds):
             runner = Runner(both, directory, peer, mix, seed + number, say, runs)
             for arm in arms:
-                if arm == CACHE_AWARE:
-                    for thresholds in candidates:
-                        tried[thresholds].append(runner.run(tuned_arm(thresholds)))
-                else:
+                if arm != CACHE_AWARE:
                     comparison.outcomes.append(runner.run(arm))
-    if any(tried.values()):
-        comparison.tuned = best(comparison.add_tried(*each) for each in tried.items())
-        comparison.outcomes += tried[comparison.tuned]
+                elif comparison.tuned is None:
+                    tried = {each: runner.run(tuned_arm(each)) for each in candidates}
+                    comparison.tuned = best(comparison.add_tried(each, [one]) for each, one in tried.items())
+                    comparison.outcomes.append(tried[comparison.tuned])
+                else:
+                    comparison.outcomes.append(runner.run(tuned_arm(comparison.tuned)))
     return comparison
 
 
