@@ -149,6 +149,7 @@ class Reception:
             stream=reading.stream,
             came=came,
             reply=self._models() if path == "/v1/models" and request.method == b"GET" else None,
+            caller=f"group {caller.group}" if caller.listed else request.peer,
         )
 
     def _fields(self, fields: Fields) -> Fields:

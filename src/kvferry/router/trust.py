@@ -54,10 +54,11 @@ class ClientSalt(enum.Enum):
 
 
 class Caller(NamedTuple):
-    """group: for people, nothing secret. salt: empty where the group has none."""
+    """group: for people, nothing secret. salt: empty where the group has none. listed: in the trust file."""
 
     group: str
     salt: str
+    listed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Trust:
         group = self.rules.listed.get(key_digest(key)) if self.rules.listed else None
         if group is None:
             return self._unlisted(self.rules.unlisted, key)
-        return Caller(group, self._digest(b"group", group.encode()))
+        return Caller(group, self._digest(b"group", group.encode()), listed=True)
 
     def settled(self, caller: Caller, body: bytes, *, plain: bool = False) -> tuple[str, bytes]:
         """The salt that a request has, empty for none, and its body with that salt and no other.

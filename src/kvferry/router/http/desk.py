@@ -39,7 +39,8 @@ class Order:
 
     repeatable: whether it may be sent once more where no byte of an answer came. pool: whose workers.
     stream: whether its answer comes in pieces. came: when it was read. reply: a JSON document, where the
-    router answers itself.
+    router answers itself. caller: whose it is, for turns in the queue: API keys cost nothing to make up, so
+    one that no trust file lists counts as its address.
     """
 
     request: Request
@@ -51,6 +52,7 @@ class Order:
     stream: bool = False
     came: float = 0.0
     reply: bytes | None = None
+    caller: str = ""
 
 
 class Desk(Protocol):

@@ -121,6 +121,16 @@ class Exchange:
         order = self._order
         return None if order is None else (order.pool, order.asked.model, *self._tried)
 
+    @property
+    def caller(self) -> str:
+        """See ``waiting.Waiter``."""
+        return "" if self._order is None else self._order.caller
+
+    def crowded_out(self) -> None:
+        """See ``waiting.Waiter``."""
+        self._proxy.count("queue_full")
+        self._refuse(429, "too many requests wait; try again later", retry_after_s=self._proxy.retry_after_s)
+
     def place(self) -> bool:
         """See ``waiting.Waiter``."""
         order = self._order
@@ -217,8 +227,7 @@ class Exchange:
                 proxy.count("no_worker")
                 self._refuse(503, "no worker is available", retry_after_s=proxy.retry_after_s)
         elif not proxy.waiting.join(self):
-            proxy.count("queue_full")
-            self._refuse(429, "too many requests wait; try again later", retry_after_s=proxy.retry_after_s)
+            self.crowded_out()
 
     def _reach(self) -> None:
         guard, order = self._guard, self._order

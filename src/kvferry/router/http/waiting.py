@@ -1,6 +1,10 @@
-"""Requests for which no worker has room yet, in lanes: first come first served in each. Bounded.
+"""Requests for which no worker has room yet, in lanes. Bounded, and shared out between callers.
 
-All in a lane want the same workers. A lane that waits for a full worker holds up no other one.
+    lane ──► callers, in turn ──► the requests of each, first come first served
+
+All in a lane want the same workers. A lane that waits for a full worker holds up no other one. A caller with
+a thousand requests gets every second place beside one that has two; and where there is no room left to wait,
+whoever has the most waiting loses the newest of them.
 """
 
 from collections.abc import Callable, Hashable
@@ -18,19 +22,29 @@ class Waiter(Protocol):
         """The same for all that may be placed at the same workers."""
         ...
 
+    @property
+    def caller(self) -> str:
+        """Whose it is."""
+        ...
+
     def place(self) -> bool:
         """Take a place now, if there is one for it."""
         ...
 
+    def crowded_out(self) -> None:
+        """It waits no longer: another caller, who has fewer waiting, needs the room."""
+        ...
+
 
 class Waiting:
-    """Ordered by arrival, in each lane."""
+    """In each lane callers take turns."""
 
     def __init__(self, limit: int, *, clock: Callable[[], float]) -> None:
         self._limit = limit
         self._clock = clock
-        self._lanes: dict[Hashable, dict[Waiter, float]] = {}
-        self._where: dict[Waiter, Hashable] = {}  # its lane
+        self._lanes: dict[Hashable, dict[str, dict[Waiter, float]]] = {}
+        self._where: dict[Waiter, tuple[Hashable, str]] = {}  # its lane and whose it is
+        self._callers: dict[str, dict[Waiter, None]] = {}
         self._waking = False
 
     def __len__(self) -> int:
@@ -41,21 +55,26 @@ class Waiting:
         return lane in self._lanes
 
     def join(self, waiter: Waiter) -> bool:
-        """Whether there was room for it to wait."""
-        if len(self._where) >= self._limit:
+        """Whether there was room for it to wait, or could be made."""
+        key, caller = waiter.lane, waiter.caller
+        if len(self._where) >= self._limit and not self._make_room(caller):
             return False
-        key = self._where[waiter] = waiter.lane
-        self._lanes.setdefault(key, {})[waiter] = self._clock()
+        self._where[waiter] = key, caller
+        self._lanes.setdefault(key, {}).setdefault(caller, {})[waiter] = self._clock()
+        self._callers.setdefault(caller, {})[waiter] = None
         return True
 
     def leave(self, waiter: Waiter) -> None:
         """It does not wait, any more."""
         if waiter not in self._where:
             return
-        key = self._where.pop(waiter)
-        lane = self._lanes[key]
-        del lane[waiter]
-        if not lane:
+        key, caller = self._where.pop(waiter)
+        callers = self._lanes[key]
+        for of, name in ((callers, caller), (self._callers, caller)):
+            del of[name][waiter]
+            if not of[name]:
+                del of[name]
+        if not callers:
             del self._lanes[key]
 
     def wake(self) -> None:
@@ -73,18 +92,33 @@ class Waiting:
         """Those that have waited for so long."""
         since = self._clock() - seconds
         found = []
-        for lane in self._lanes.values():
-            for waiter, joined in lane.items():
-                if joined > since:
-                    break
-                found.append(waiter)
+        for callers in self._lanes.values():
+            for waiters in callers.values():
+                for waiter, joined in waiters.items():
+                    if joined > since:
+                        break
+                    found.append(waiter)
         return found
 
     def _place(self, key: Hashable) -> None:
-        """As many of the lane as find a place. It comes last the next time."""
+        """As many of the lane as find a place. It comes last the next time, as does a caller who got one."""
         while key in self._lanes:
-            waiter = next(iter(self._lanes[key]))
+            callers = self._lanes[key]
+            caller = next(iter(callers))
+            waiter = next(iter(callers[caller]))
             if not waiter.place():
                 self._lanes[key] = self._lanes.pop(key)
                 return
             self.leave(waiter)
+            if caller in callers:
+                callers[caller] = callers.pop(caller)
+
+    def _make_room(self, caller: str) -> bool:
+        """By crowding out the newest of whoever has the most, if those are more than the caller would have."""
+        most = max(self._callers, key=lambda name: len(self._callers[name]), default=caller)
+        if len(self._callers.get(most, ())) <= len(self._callers.get(caller, ())) + 1:
+            return False
+        newest = next(reversed(self._callers[most]))
+        self.leave(newest)
+        newest.crowded_out()
+        return True
