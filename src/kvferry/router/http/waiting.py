@@ -114,7 +114,7 @@ class Waiting:
                 callers[caller] = callers.pop(caller)
 
     def _make_room(self, caller: str) -> bool:
-        """By crowding out the newest of whoever has the most, if those are more than the caller would have."""
+        """By crowding out the newest of whoever has the most, if that is more than this one would have."""
         most = max(self._callers, key=lambda name: len(self._callers[name]), default=caller)
         if len(self._callers.get(most, ())) <= len(self._callers.get(caller, ())) + 1:
             return False
