@@ -4,10 +4,13 @@ import asyncio
 import json
 
 import pytest
+from msgspec import to_builtins
 from tests.router.http.rig import CHAT, ask, at_workers, client, mocks, prompt, routing, run, scripted, until
 
+from kvferry.cli import router_status
 from kvferry.observe.router_pilot_metrics import ROUTER_PILOT_METRICS
 from kvferry.router.contract import Ended
+from kvferry.router.orders import status
 from kvferry.router.pilot_report import text
 from kvferry.router.pilots import Share
 from kvferry.secret import Secret
@@ -186,5 +189,19 @@ def test_models_of_all_workers_are_one_list_and_others_are_unknown() -> None:
             one.post(CHAT, prompt(model="nobody's"))
             refused = await one.answer()
             assert refused.status == 404 and "adapter, mock" in refused.json()["error"]["message"]
+
+    run(test)
+
+
+def test_status_ends_with_the_comparison_where_there_is_one() -> None:
+    async def test() -> None:
+        async with mocks(2) as (usual, other):
+            async with routing(usual.url, f"b={other.url}", split=ALL) as router:
+                assert (await ask(router, CHAT, prompt("one"))).status == 200
+                shown = router_status.render(json.loads(json.dumps(to_builtins(status(router)))))
+                assert "split 100% to b" in shown
+                assert "TTFT p50, ms" in shown
+            async with routing(usual.url) as router:
+                assert "TTFT" not in router_status.render(to_builtins(status(router)))
 
     run(test)

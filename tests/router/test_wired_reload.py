@@ -76,7 +76,8 @@ def test_health_is_the_routers_own_and_wants_no_key(tmp_path: Path) -> None:
             assert (await asks.answer()).status == 200
             router.drain_worker(one.url, grace_s=600)
             asks.get("/health")
-            assert (await asks.answer()).status == 503
+            answer = await asks.answer()
+            assert (answer.status, answer.headers["retry-after"]) == (503, "1")
             assert not one.seen
 
     run(test)

@@ -30,6 +30,8 @@ def render(status: dict[str, Any]) -> str:
     if proxy["events"]:
         lines.append(labelled("events", causes(proxy["events"])))
     lines.extend(labelled("feed", f"{feed['address']} {_feed(feed)}".rstrip()) for feed in status["feeds"])
+    if status.get("pilots"):
+        lines.extend(["", *status["pilots"]["text"]])
     return "\n".join(lines)
 
 

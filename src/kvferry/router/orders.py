@@ -65,10 +65,7 @@ def orders(router: "Router", reload: Callable[[], Plan]) -> dict[str, Handler]:
         "GET /status": lambda query, body: status(router),
         "GET /workers": lambda query, body: workers(router),
         "GET /explain": explain,
-        "GET /pilot": lambda query, body: {
-            **pilot_report.document(router.pilots),
-            "text": pilot_report.text(router.pilots),
-        },
+        "GET /pilot": lambda query, body: _pilots(router),
         "POST /workers": add,
         "DELETE /workers": remove,
         "POST /reload": read_anew,
@@ -88,7 +85,13 @@ def status(router: "Router") -> dict[str, Any]:
         "workers": workers(router),
         "pools": {pool or "default": guide.statistics() for pool, guide in router.reception.guides.items()},
         "feeds": router.followers.statistics(),
+        "pilots": _pilots(router) if router.pilots.active else None,
     }
+
+
+def _pilots(router: "Router") -> dict[str, Any]:
+    """Pools side by side. text: the same for people."""
+    return {**pilot_report.document(router.pilots), "text": pilot_report.text(router.pilots)}
 
 
 def workers(router: "Router") -> list[dict[str, Any]]:
