@@ -108,7 +108,8 @@ class Exchange:
         """It is refused: the client's fault, or its model has gone while it waited."""
         if self.phase in (Phase.READING, Phase.WAITING):
             status = error.status if isinstance(error, TurnedAwayError) else 400
-            self._refuse(status, str(error), retry_after_s=self._proxy.retry_after_s if status == 503 else None)
+            again_s = self._proxy.retry_after_s if status == 503 else None
+            self._refuse(status, str(error), retry_after_s=again_s)
 
     def defect(self) -> None:
         """The router failed at it."""
