@@ -94,7 +94,7 @@ class Reader:
     def open(self, path: str, body: bytes, *, without: bytes = b"") -> Opened | None:
         """A body that can be named as it was written, and has no salt of the caller's.
 
-        None: any other, which ``whole`` reads. without: also of what holds this anywhere. Raises RefusedError.
+        None: any other, which ``whole`` reads. without: also of what holds this. Raises RefusedError.
         """
         build = PLAIN_BUILDERS.get(_door(path))
         if build is None or _ESCAPES.search(body) is not None or (without and without in body):
@@ -189,7 +189,7 @@ def _refuse_other_text(body: bytes) -> None:
     try:
         body.decode()
     except UnicodeDecodeError as error:
-        raise RefusedError(f"the body is not UTF-8 at byte {error.start}") from None
+        raise RefusedError(f"the body is not valid JSON: no UTF-8 at byte {error.start}") from None
 
 
 def _unjudged(body: bytes) -> Reading:
