@@ -9,7 +9,8 @@ part much earlier, the text has become other tokens since: a template that says 
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from kvferry.identity.names import DIGEST_BYTES
 from kvferry.router.contract import Key
@@ -28,16 +29,14 @@ def chunk_numbers(digests: bytes) -> Sequence[int]:
     return words[::_WORDS]
 
 
-@dataclass(slots=True, eq=False)
-class Prompt:
+class Prompt(msgspec.Struct, eq=False, gc=False):
     """The chunks of one prompt, for all names that end in it."""
 
     digests: bytes
     names: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class Link:
+class Link(msgspec.Struct, eq=False, gc=False):
     """The prompt's first ``chunks`` chunks are of this prefix whole; ``tokens`` is its length."""
 
     prompt: Prompt

@@ -10,8 +10,10 @@ A prefix counts from when its request is sent: what comes after it waits for it 
 import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from kvferry.router.contract import Key
 
@@ -38,12 +40,11 @@ class Cache:
         return stamp > self.before and self.used - stamp + tokens <= self.capacity
 
 
-@dataclass(slots=True, eq=False)
-class Several:
+class Several(msgspec.Struct, eq=False, gc=False):
     """More than one worker. mask: of their numbers."""
 
     mask: int
-    stamps: dict[int, float] = field(default_factory=dict[int, float])
+    stamps: dict[int, float]
 
 
 class Sighting(NamedTuple):
