@@ -25,8 +25,8 @@ def test_it_shows_where_a_request_went_and_what_every_candidate_would_have_cost(
     lines = render(explained).splitlines()
     assert lines[0] == "request   r1 of m"
     assert f"sent to   {flight.worker}" in lines[1]
-    assert "cached    11,900, 11," in "\n".join(lines)
-    assert "1,000.0," in lines[4]
+    assert "cached    11,900 tokens (11," in "\n".join(lines)
+    assert "1,000.0 ms (" in lines[4]
     unsaid = "\n".join(render({**explained, "ttft_ms": None}).splitlines())
     assert "TTFT      - (no stream), " in unsaid
     assert lines[-3].split()[:2] == ["worker", "cost"]

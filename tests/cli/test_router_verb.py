@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.cli import router_asked
 from kvferry.demo.ports import listens
+from kvferry.errors import MisconfiguredError
 from kvferry.testing.processes import Program
 from kvferry.testing.servers import free_ports
 from kvferry.testing.worker_engine import WorkerSettings
@@ -168,3 +170,34 @@ def test_an_address_that_is_taken_is_said_once(tmp_path: Path) -> None:
         done = Router(tmp_path).ask("router", "--worker", "http://g:1", "--listen", f"127.0.0.1:{port}")
     assert done.returncode == 2
     assert f"cannot listen at 127.0.0.1:{port}: Address already in use; choose" in done.stderr
+
+
+def test_without_its_packages_it_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['httptools'] = None; "
+        "from kvferry.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "router", "--worker", "http://127.0.0.1:1"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=ASK_S, check=False)
+    assert found.returncode == 2
+    assert found.stderr.count("\n") == 1
+    assert "httptools" in found.stderr
+    assert "pip install" in found.stderr
+
+
+def test_sockets_of_routers_that_are_gone_are_no_routers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    directory = tmp_path / "kvferry"
+    directory.mkdir(mode=0o700)
+    for number in range(3):
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(directory / f"router-{number}.sock"))
+    with pytest.raises(MisconfiguredError, match="no router"):
+        router_asked.router_socket(router_asked.ANY)
+    with socket.socket(socket.AF_UNIX) as living:
+        living.bind(str(directory / "router-9.sock"))
+        living.listen()
+        assert router_asked.router_socket(router_asked.ANY) == directory / "router-9.sock"

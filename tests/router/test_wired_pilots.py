@@ -205,3 +205,23 @@ def test_status_ends_with_the_comparison_where_there_is_one() -> None:
                 assert "TTFT" not in router_status.render(to_builtins(status(router)))
 
     run(test)
+
+
+def test_a_mirror_copies_what_the_usual_pool_gets() -> None:
+    """Beside a split, or its comparison would be of the other pool with itself."""
+
+    async def test() -> None:
+        half = Share(0.5, "b")
+        async with (
+            mocks(2) as (usual, other),
+            routing(usual.url, f"b={other.url}", split=half, mirror=ALL) as router,
+        ):
+            for number in range(20):
+                assert (await ask(router, CHAT, prompt(f"conversation {number}"))).status == 200
+            await until(lambda: sum(router.pilots.of("mirror", "b").ended.values()) == _asked(usual) > 0)
+            assert 0 < _asked(usual) < 20
+            assert _asked(other) == 20
+            assert sum(router.pilots.of("original", "").ended.values()) == _asked(usual)
+            assert not router.pilots.of("original", "b").ended
+
+    run(test)

@@ -85,15 +85,19 @@ def test_health_is_the_routers_own_and_wants_no_key(tmp_path: Path) -> None:
 
 def test_samples_begin_anew_where_a_pilot_changes() -> None:
     async def test() -> None:
+        half = Share(0.5, "b")
         async with (
             mocks(2) as (one, other),
-            routing(one.url, f"b={other.url}", split=Share(1.0, "b"), mirror=Share(1.0, "b")) as router,
+            routing(one.url, f"b={other.url}", split=half, mirror=half) as router,
         ):
-            await ask(router, CHAT, prompt())
+            for number in range(40):
+                await ask(router, CHAT, prompt(f"conversation {number}"))
             router.reload(router.settings)
-            assert router.pilots.of("split", "b").ended and router.pilots.of("original", "b").ended
-            router.reload(replace(router.settings, split=Share(0.5, "b")))
-            assert not router.pilots.of("split", "b").ended and router.pilots.of("original", "b").ended
+            assert router.pilots.of("split", "b").ended
+            assert router.pilots.of("original", "").ended
+            router.reload(replace(router.settings, split=Share(0.25, "b")))
+            assert not router.pilots.of("split", "b").ended
+            assert router.pilots.of("original", "").ended
 
     run(test)
 
@@ -152,3 +156,16 @@ def test_names_are_of_plain_http() -> None:
     assert str(parse_names("b=http://engines:8000")[0]) == "b=http://engines:8000"
     with pytest.raises(MisconfiguredError, match="one by one"):
         parse_names("https://engines:8000")
+
+
+def test_a_trust_file_that_says_something_else_is_told_of(tmp_path: Path) -> None:
+    async def test() -> None:
+        file = tmp_path / "trust.toml"
+        file.write_text('keyless = "refuse"\n')
+        async with mocks(1) as (one,), routing(one.url, trust=file) as router:
+            assert router.reload(router.settings).changed == ()
+            file.write_text('keyless = "shared"\n')
+            assert router.reload(router.settings).changed == ("trust",)
+            assert (await ask(router, CHAT, prompt())).status == 200
+
+    run(test)

@@ -147,7 +147,8 @@ def _of_router(args: argparse.Namespace, request: str) -> int:
     record = router_asked.explain(args, request)
     if record is None:
         print(
-            f"kvferry: the router knows no request {args.request!r}; it keeps the newest 4,096",
+            f"kvferry: the router knows no request {args.request!r}; it keeps the newest 4,096 for which it "
+            "compared costs, which no other --policy does",
             file=sys.stderr,
         )
         return 1

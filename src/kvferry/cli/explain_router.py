@@ -13,12 +13,12 @@ def render(record: Mapping[str, Any]) -> str:
     lines = [
         f"request   {record['request_id']} of {record['model'] or 'a model'}",
         f"sent to   {record['worker']}" + (f": {record['reason']}" if record["reason"] else ", the cheapest"),
-        f"prompt    {_both(record['prompt_tokens'], record['prompt_tokens_expected'], count)} tokens",
-        f"cached    {_both(record['cached_tokens'], record['cached_tokens_expected'], count)} tokens",
+        f"prompt    {_both(record['prompt_tokens'], record['prompt_tokens_expected'], count, 'tokens')}",
+        f"cached    {_both(record['cached_tokens'], record['cached_tokens_expected'], count, 'tokens')}",
         f"TTFT      {_ttft(record)}",
         f"ended     {record['ended'] or 'not yet'}",
         "",
-        f"Of {count(record['workers'])} workers, the cheapest that were looked at (ms; tokens):",
+        f"The cheapest that were looked at, of {count(record['workers'])} (ms; tokens):",
     ]
     return "\n".join([*lines, _table(record["candidates"])])
 
@@ -27,11 +27,11 @@ def _ttft(record: Mapping[str, Any]) -> str:
     """Of an answer that came whole nobody can tell it."""
     if record["ttft_ms"] is None and record["ended"]:
         return f"- (no stream), {_ms(record['ttft_ms_expected'])} ms expected"
-    return f"{_both(record['ttft_ms'], record['ttft_ms_expected'], _ms)} ms"
+    return _both(record["ttft_ms"], record["ttft_ms_expected"], _ms, "ms")
 
 
-def _both(seen: float | None, expected: float, shown: Any) -> str:
-    return f"{'not said' if seen is None else shown(seen)}, {shown(expected)} expected"
+def _both(seen: float | None, expected: float, shown: Any, unit: str) -> str:
+    return f"{'not said' if seen is None else f'{shown(seen)} {unit}'} ({shown(expected)} expected)"
 
 
 def _table(candidates: Sequence[Mapping[str, Any]]) -> str:

@@ -60,12 +60,25 @@ def router_socket(text: str) -> Path:
     from kvferry.router.settings import admin_sockets
 
     directory = admin_sockets()
-    found = sorted(path for path in directory.glob("router-*.sock") if path.is_socket())
+    found = sorted(path for path in directory.glob("router-*.sock") if _listens(path))
     if len(found) == 1:
         return found[0]
     if not found:
         raise MisconfiguredError(f"no router's socket in {directory}; name it: {FLAG} PATH")
     raise MisconfiguredError(f"several routers: {', '.join(map(str, found[:4]))}; name one: {FLAG} PATH")
+
+
+def _listens(path: Path) -> bool:
+    """One that was killed leaves its socket."""
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.settimeout(ASK_S)
+        try:
+            asking.connect(str(path))
+        except PermissionError:
+            return True  # a router, though not for us: asking says so
+        except OSError:
+            return False
+    return True
 
 
 class _Connection(http.client.HTTPConnection):

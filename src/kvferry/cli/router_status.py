@@ -20,7 +20,7 @@ def render(status: dict[str, Any]) -> str:
         "",
         labelled(
             "requests",
-            f"{count(proxy['requests'])}: {count(proxy['in_flight'])} in flight, "
+            f"{count(proxy['requests'])}: {count(proxy['in_flight'] - proxy['waiting'])} in flight, "
             f"{count(proxy['waiting'])} waiting, "
             + ", ".join(
                 f"{count(ended.get(how, 0))} {how}" for how in ("done", "refused", "aborted", "failed")

@@ -15,7 +15,9 @@ import socket
 import ssl
 import sys
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import uvloop
 
 from kvferry import __version__
 from kvferry.addresses import Address
@@ -223,6 +225,8 @@ class Router:
         running = {worker.url: worker.pool for worker in self.roster if not worker.leaving}
         led = self._discovery.led if self._discovery is not None else {}
         change = plan(self.settings, settings, running=running, led=led)
+        if trust != self.reception.trust and "trust" not in change.changed:  # what its file holds
+            change = replace(change, changed=(*change.changed, "trust"))
         self.settings = change.settings
         self.reception.trust = trust
         self.pilots.change(settings.split, settings.mirror)
@@ -233,7 +237,12 @@ class Router:
             self._found(worker.url, worker.pool)
         for there in self.roster:
             there.found_by_name = there.url not in dict(settings.workers)
-        log.info("settings read anew: %d workers added, %d leave", len(change.add), len(change.drain))
+        log.info(
+            "settings read anew: %d workers added, %d leave; changed: %s",
+            len(change.add),
+            len(change.drain),
+            ", ".join(change.changed) or "nothing else",
+        )
         if change.later:
             log.warning("other values of %s count after a new start", ", ".join(change.later))
         return change
@@ -348,12 +357,6 @@ class Router:
 
 def run(settings: RouterSettings, *, reload: Callable[[], RouterSettings]) -> int:
     """``kvferry router``: serve until SIGTERM or SIGINT. Raises MisconfiguredError at start-up."""
-    try:
-        import uvloop
-    except ImportError as error:
-        raise MisconfiguredError(
-            "kvferry router needs uvloop and httptools: pip install 'kvferry[router]'"
-        ) from error
     _more_descriptors()
     sys.setswitchinterval(SWITCH_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

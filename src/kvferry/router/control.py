@@ -7,7 +7,7 @@ The names are those of vLLM and SGLang; words catch what later versions add.
 import re
 from urllib.parse import unquote_to_bytes
 
-NOT_FOR_CLIENTS = "this controls the engine, or tells how it is: ask the engine itself; see engine_control"
+NOT_FOR_CLIENTS = "this controls the engine, or tells how it is: it is not for clients of the router"
 
 _PARTS = re.compile(rb"[/\\]+")
 _VERSION = re.compile(rb"v[0-9]+(?:(?:alpha|beta)[0-9]*)?")

@@ -39,7 +39,9 @@ def orders(router: "Router", reload: Callable[[], Plan]) -> dict[str, Handler]:
 
     def remove(query: Mapping[str, str], body: bytes) -> object:
         del body
-        url = parse_worker(query.get("url", ""))
+        if "url" not in query:
+            raise RefusedError("which worker? DELETE /workers?url=http://host:8000")
+        url = parse_worker(query["url"])
         try:
             grace_s = float(query.get("grace_s", DRAIN_S))
         except ValueError as error:

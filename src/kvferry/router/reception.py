@@ -213,7 +213,7 @@ class Reception:
 
     def _measured(self, flight: Flight, order: Order, pool: str) -> Flight:
         kinds = ["split"] if self._pilots.split is not None else []
-        kinds += ["original"] if self._pilots.mirrored(order.asked) else []
+        kinds += ["original"] if self._mirrored(order) else []
         for kind in kinds:
             told = self._pilots.of(kind, pool)
             told.saw(order.asked)
@@ -222,8 +222,12 @@ class Reception:
 
     def sent(self, order: Order) -> None:
         """See ``Desk``."""
-        if self.copy is not None and order.repeatable and self._pilots.mirrored(order.asked):
+        if self.copy is not None and order.repeatable and self._mirrored(order):
             self.copy(order)
+
+    def _mirrored(self, order: Order) -> bool:
+        """What a pilot's pool gets is not copied: the usual pool is what a mirror is compared with."""
+        return order.pool == DEFAULT_POOL and self._pilots.mirrored(order.asked)
 
     def answered(self, worker: str, status: int, now: float) -> None:
         """See ``Desk``."""

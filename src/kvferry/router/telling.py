@@ -1,4 +1,4 @@
-"""Says in the log how workers are: at once, and then once a minute, since clients may be what moves them."""
+"""Says in the log how workers are: a few changes at once, then once a minute. Clients may cause them."""
 
 import asyncio
 import logging
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kvferry.router.health import State
 
 QUIET_S = 60.0
+AT_ONCE = 4  # of a worker, in that time: an outage and its end
 
 log = logging.getLogger("kvferry.router")
 
@@ -14,10 +15,11 @@ log = logging.getLogger("kvferry.router")
 class _Said:
     """About one worker, in the minute that goes on."""
 
-    __slots__ = ("now", "said", "untold")
+    __slots__ = ("left", "now", "said", "untold")
 
     def __init__(self, said: State) -> None:
         self.said = self.now = said
+        self.left = AT_ONCE - 1
         self.untold = 0
 
 
@@ -41,6 +43,10 @@ class Telling:
             log.info("worker %s is %s (was %s)", url, after.value, before.value)
             self._workers[url] = _Said(after)
             self._later(QUIET_S, lambda: self._due(url))
+        elif said.left:
+            log.info("worker %s is %s (was %s)", url, after.value, before.value)
+            said.said = said.now = after
+            said.left -= 1
         else:
             said.now = after
             said.untold += 1

@@ -196,7 +196,7 @@ def client_salt(fields: Mapping[str, msgspec.Raw]) -> str | None:
     if salt is None:
         return None
     if not isinstance(salt, str):
-        raise RefusedError(f"{FIELD} is a {type(salt).__name__}: it must be a text")
+        raise RefusedError(f"{FIELD} is of type {type(salt).__name__}: it must be a text")
     if not 0 < len(salt) <= MAX_SALT_CHARACTERS:
         raise RefusedError(f"{FIELD} has {len(salt)} characters: 1 to {MAX_SALT_CHARACTERS} can be used")
     if any(character in salt for character in "@/\\\0"):
