@@ -70,6 +70,11 @@ def test_a_body_has_the_same_names_read_as_it_was_written_or_as_a_whole(
     assert READER.read(TEXT, prompts[0]).keys == READER.read(TEXT, prompts[1]).keys
 
 
+def test_what_is_no_text_in_a_plain_body_is_left_to_the_worker() -> None:
+    """It refuses such a body; to look for it here would take as long as all the rest."""
+    assert READER.read(CHAT, b'{"messages": [{"role": "user", "content": "\xff"}]}').keys
+
+
 def test_the_next_turn_names_the_whole_conversation_before_it() -> None:
     before = chat(("system", "Be brief."), ("user", "Hi"))
     after = chat(("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello"), ("user", "More"))

@@ -94,13 +94,11 @@ class Reader:
     def open(self, path: str, body: bytes, *, without: bytes = b"") -> Opened | None:
         """A body that can be named as it was written, and has no salt of the caller's.
 
-        None: any other, which ``whole`` reads. without: also of what holds this. Raises RefusedError.
+        None: any other, which ``whole`` reads. without: also of what holds this anywhere.
         """
         build = PLAIN_BUILDERS.get(_door(path))
         if build is None or _ESCAPES.search(body) is not None or (without and without in body):
             return None
-        if not body.isascii():
-            _refuse_other_text(body)
         try:
             asked = PLAIN_BODY.decode(body)
         except (msgspec.MsgspecError, RecursionError):
@@ -182,14 +180,6 @@ def _decoded(body: bytes) -> Body:
         raise RefusedError(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise RefusedError("the body is nested too deeply") from None
-
-
-def _refuse_other_text(body: bytes) -> None:
-    """What is named as it was written is decoded by nobody else here."""
-    try:
-        body.decode()
-    except UnicodeDecodeError as error:
-        raise RefusedError(f"the body is not valid JSON: no UTF-8 at byte {error.start}") from None
 
 
 def _unjudged(body: bytes) -> Reading:

@@ -309,23 +309,3 @@ def test_clients_do_not_control_engines_unless_they_may() -> None:
                 assert (await ask(router, "/reset_prefix_cache", b"")).status == 200
 
     run(test)
-
-
-BAD_TEXT = [b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xc0\xaf", b"\xf4\x90\x80\x80"]
-
-
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
-@pytest.mark.parametrize("bad", BAD_TEXT)
-def test_text_that_is_not_utf_8_ends_here(bad: bytes, path: str) -> None:
-    async def test() -> None:
-        async with mocks(1) as (worker,), routing(worker.url) as router:
-            for text in ("plain é", "escaped \\u00e9"):
-                content = text.encode()
-                whole = b'{"model": "mock", "prompt": "%b", "messages": [{"role": "user", "content": "%b"}]}'
-                assert (await ask(router, path, whole % (content, content))).status == 200
-                count = len(worker.seen)
-                broken = whole % (content + bad, content + bad)
-                assert (await ask(router, path, broken)).status == 400
-                assert len(worker.seen) == count
-
-    run(test)
