@@ -9,7 +9,7 @@ from random import Random
 
 from kvferry.errors import BrokenError
 from kvferry.router.contract import Asked
-from kvferry.router.explain import Cost, ExplainRing, Record, cheapest
+from kvferry.router.explain import Cost, Record
 from kvferry.router.flight import CostFlight, Known, Pool, PrefetchWish
 from kvferry.router.knowledge import Knowledge, Sight
 from kvferry.router.knowledge.sight import Depths
@@ -35,7 +35,7 @@ class CostGuide:
     def __init__(self, knowledge: Knowledge, *, random: Random) -> None:
         self.knowledge = knowledge
         self.pool = Pool(knowledge)
-        self.ring = ExplainRing()
+        self.ring = self.pool.ring
         self._random = random
         self._among: tuple[str, ...] = ()
         self._choosable: list[Known] = []
@@ -61,9 +61,8 @@ class CostGuide:
             workers=len(self._choosable),
             prompt_tokens=sight.prompt_tokens,
             expected=price,
-            candidates=cheapest([(other.url, other_price) for other, other_price, _ in candidates]),
+            candidates=[(other.url, other_price) for other, other_price, _ in candidates],
         )
-        self.ring.add(record)
         return CostFlight(self.pool, asked, known, record, now, wish=_wish(known, price, depths))
 
     def worker_added(self, worker: str) -> None:
@@ -78,6 +77,7 @@ class CostGuide:
 
     def explain(self, request_id: str) -> Mapping[str, object] | None:
         """See ``Guide``."""
+        self.knowledge.settle()
         return self.ring.find(request_id)
 
     def statistics(self) -> Mapping[str, object]:

@@ -8,8 +8,9 @@ proxy: read ──Asked──► Guide.begin ──Flight──► sent to fligh
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 
 class Ended(enum.Enum):
@@ -28,8 +29,7 @@ class Key(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):
     """One request as a choice sees it.
 
     request_id: what its worker is told (``X-Request-Id``). keys: of its prefixes, shortest first; empty: it
@@ -48,8 +48,7 @@ class Asked:
     opening: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     """From an answer's ``usage``. cached_tokens: None where the worker does not say."""
 
     prompt_tokens: int
@@ -63,6 +62,10 @@ class Flight(Protocol):
     @property
     def worker(self) -> str:
         """URL of the worker it is for."""
+        ...
+
+    def sent(self) -> None:
+        """It is on its way: what the choice left for later is done now, or else with the next step."""
         ...
 
     def first_byte(self, now: float) -> None:

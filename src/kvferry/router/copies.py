@@ -4,7 +4,7 @@ A copy is made when the request itself is on its way. It is the same bytes in me
 made where too many are in flight or no worker has room: what clients get never depends on it.
 """
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from kvferry.errors import BrokenError
 from kvferry.router.http.desk import Order

@@ -2,8 +2,9 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 MAX_RECORDS = 4096
 MAX_CANDIDATES = 8  # of one request, the cheapest
@@ -51,8 +52,7 @@ class Cost(NamedTuple):
         }
 
 
-@dataclass(slots=True)
-class Record:
+class Record(msgspec.Struct):
     """One request. reason: why not simply the cheapest, where that is so."""
 
     request_id: str
@@ -98,7 +98,8 @@ class ExplainRing:
         return len(self._records)
 
     def add(self, record: Record) -> None:
-        """A choice was made."""
+        """A choice was made. Of its candidates the cheapest are kept."""
+        record.candidates = sorted(record.candidates, key=_total)[:MAX_CANDIDATES]
         self._records[record.request_id] = record
         self._records.move_to_end(record.request_id)
         if len(self._records) > self._limit:
@@ -118,11 +119,6 @@ class ExplainRing:
 def _is_meant(request_id: str, wanted: str) -> bool:
     """Engines put something before and after the id they are told."""
     return request_id.startswith(wanted) or (bool(request_id) and request_id in wanted)
-
-
-def cheapest(candidates: Sequence[tuple[str, Cost]]) -> list[tuple[str, Cost]]:
-    """Those worth keeping."""
-    return sorted(candidates, key=_total)[:MAX_CANDIDATES]
 
 
 def _total(candidate: tuple[str, Cost]) -> float:

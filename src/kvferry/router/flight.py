@@ -9,10 +9,12 @@ import math
 from dataclasses import dataclass
 
 from kvferry.costs import PrefillModel
+from kvferry.errors import BrokenError
 from kvferry.router.contract import Asked, Ended, Usage
-from kvferry.router.explain import Record
+from kvferry.router.explain import ExplainRing, Record
 from kvferry.router.knowledge import Knowledge
 from kvferry.router.knowledge.knowledge import Worker
+from kvferry.router.knowledge.seen import Mark
 from kvferry.router.load import CountedFlight, Loads
 from kvferry.router.pace import Decodes, Pace, Prefills, Typical
 
@@ -47,6 +49,7 @@ class Pool:
         self.prefills = Prefills()
         self.decodes = Decodes()
         self.typical = Typical()  # of workers whose engines do not say how fast they are,
+        self.ring = ExplainRing()
         self.typical_told = Typical()  # and of those whose do
         self.workers: dict[str, Known] = {}
         self.busy = 0
@@ -152,9 +155,8 @@ class CostFlight(CountedFlight):
         self._pool, self._asked, self._known, self._record, self._price = pool, asked, known, record, price
         self._at = self._last_at = now
         self._ahead_s = known.pace.ahead_s()
-        self._mark = pool.knowledge.sent(
-            asked, known.worker, new_tokens=new_tokens, engine_tokens=price.engine_tokens
-        )
+        self._mark: Mark | None = None
+        pool.knowledge.later(self._note)
         self._told: tuple[float, float] | None = None
         self._first_at: float | None = None
         self._tokens = self._streams = self._quiet = self._quiet_tokens = 0
@@ -164,10 +166,33 @@ class CostFlight(CountedFlight):
         else:
             known.pace.begin_unseen(price.prefill_s / price.factor, now, price.factor)
 
+    def sent(self) -> None:
+        """See ``Flight``."""
+        if self._mark is None:
+            self._pool.knowledge.settle()
+
+    def _note(self) -> None:
+        """For the next choices, and for who asks why: when it was sent, since nothing of it helps that."""
+        self._pool.ring.add(self._record)
+        self._mark = self._pool.knowledge.sent(
+            self._asked,
+            self._known.worker,
+            new_tokens=self._prefill_tokens,
+            engine_tokens=self._price.engine_tokens,
+        )
+
+    def _noted(self) -> Mark:
+        if self._mark is None:
+            self.sent()
+        if self._mark is None:
+            raise BrokenError("a choice that was never noted")
+        return self._mark
+
     def first_byte(self, now: float) -> None:
         """See ``Flight``."""
         if self._first_at is not None:
             return
+        self.sent()
         super().first_byte(now)
         self._first_at = self._last_at = now
         self._streams = self._load.decoding
@@ -199,10 +224,10 @@ class CostFlight(CountedFlight):
         pool, knowledge = self._pool, self._pool.knowledge
         if self._first_at is None:
             pool.leaves(self._known, self, now)
-            knowledge.seen.taken_back(self._asked.keys, self._mark)
+            knowledge.seen.taken_back(self._asked.keys, self._noted())
             return
         if how is Ended.FAILED or how is Ended.REFUSED:
-            knowledge.seen.taken_back(self._asked.keys, self._mark)
+            knowledge.seen.taken_back(self._asked.keys, self._noted())
         if self._quiet_tokens >= TELLING_TOKENS and not self._known.pace.unseen:
             streams = (self._streams + self._load.decoding + 1) / 2 - 1
             pool.decodes.observe(max(streams, 0.0), self._quiet_s / self._quiet_tokens)
@@ -240,7 +265,7 @@ class CostFlight(CountedFlight):
             knowledge.load_missed(self._known.worker)
         knowledge.judged(
             self._known.worker,
-            self._mark,
+            self._noted(),
             expected_tokens=price.engine_tokens,
             cached_tokens=usage.cached_tokens,
         )

@@ -24,11 +24,10 @@ MEDIA_LENGTH = 2048  # what an image or a sound counts for, whatever its encodin
 
 # Up to this place of the stream, one name every so many bytes.
 _GRID = (
-    (8 << 10, 512),
-    (32 << 10, 1 << 10),
-    (96 << 10, 2 << 10),
+    (16 << 10, 1 << 10),
+    (64 << 10, 2 << 10),
     (256 << 10, 4 << 10),
-    (1 << 20, 16 << 10),
+    (1 << 20, 32 << 10),
     (4 << 20, 128 << 10),
     (16 << 20, 512 << 10),
 )

@@ -88,6 +88,9 @@ class CountedFlight:
         """See ``Flight``."""
         return self._worker
 
+    def sent(self) -> None:
+        """See ``Flight``."""
+
     def first_byte(self, now: float) -> None:
         """See ``Flight``. Only the first call counts."""
         del now

@@ -118,6 +118,10 @@ class MeasuredFlight:
         """See ``Flight``."""
         return self._flight.worker
 
+    def sent(self) -> None:
+        """See ``Flight``."""
+        self._flight.sent()
+
     def first_byte(self, now: float) -> None:
         """See ``Flight``."""
         self._first = self._last = now

@@ -8,9 +8,9 @@ goes wrong before costs a recompute: the request goes on without.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import msgspec
+from msgspec.structs import replace
 
 from kvferry.errors import RefusedError
 from kvferry.router.contract import Ended

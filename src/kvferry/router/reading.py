@@ -5,7 +5,6 @@ body that no worker could answer: no JSON, or a prompt that is none.
 """
 
 import re
-from dataclasses import dataclass
 
 import msgspec
 import xxhash
@@ -23,8 +22,7 @@ _AS_ABSENT = frozenset((b"[]", b"{}", b'{"type":"text"}'))
 _IN_PROMPT = frozenset(("tools", "functions", "documents"))
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(msgspec.Struct, frozen=True):
     """keys: shortest first; none where there is no prompt. own_salt: the caller's, in the keys where kept.
 
     model: "" where none is named. max_tokens: 0 where none is given. opening: a name of what the user said
@@ -45,8 +43,7 @@ _HEADS = tuple(name for name, kind in Body.__annotations__.items() if kind is ms
 _ESCAPES = re.compile(rb"\\[u/]")
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(msgspec.Struct, frozen=True):
     """A plain body: what it says, and how its prompt is named."""
 
     asked: PlainBody

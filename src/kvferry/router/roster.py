@@ -75,6 +75,7 @@ class Roster:
         self._workers: dict[str, Worker] = {}
         self._up: dict[tuple[str, str], tuple[str, ...]] = {}
         self._trials: tuple[Worker, ...] = ()
+        self._pools: frozenset[str] = frozenset()
         self._departed: Counter[Failure] = Counter()  # failures of workers that are gone
         self.noticed: Callable[[Worker], None] | None = None
 
@@ -129,6 +130,8 @@ class Roster:
             worker.health.remove()
             self._departed.update(worker.health.failures)
             del self._workers[worker.url]
+        if gone:
+            self.changed()
         return gone
 
     def note(self, url: str, event: Callable[[Health], Change]) -> Change | None:
@@ -155,6 +158,7 @@ class Roster:
         """A worker's state or models are others now."""
         self._up.clear()
         self._trials = tuple(worker for worker in self._workers.values() if worker.state is State.TRIAL)
+        self._pools = frozenset(worker.pool for worker in self._workers.values())
 
     def candidates(self, pool: str, model: str, *, tried: Collection[str] = ()) -> Sequence[str]:
         """Who may be asked now, of those not tried; the same object as long as nothing changes.
@@ -162,6 +166,8 @@ class Roster:
         Those that are up, and one request for each on trial; else suspects; else those whose probes are well
         though requests failed there; else nobody.
         """
+        if pool not in self._pools:
+            return ()
         key = (pool, model)
         found = self._up.get(key)
         if found is None:

@@ -1,6 +1,7 @@
 """Every request ends, and ends alone: what others do, and what became of earlier ones, holds nobody up."""
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -38,7 +39,7 @@ class FakeTransport:
         self.unsent = 0
         self.aborted = False
 
-    def write(self, data: bytes) -> None: ...
+    def writelines(self, parts: Iterable[bytes]) -> None: ...
 
     def is_closing(self) -> bool:
         return self.aborted

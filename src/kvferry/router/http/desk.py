@@ -1,8 +1,9 @@
 """What the proxy asks of the rest of the router, about each request. ``app`` answers."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from kvferry.router.contract import Asked, Flight
 from kvferry.router.health import Failure
@@ -12,8 +13,7 @@ if TYPE_CHECKING:
     from kvferry.router.http.errand import Errand
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """As it was read. target: path and query. fields: without those of one hop. peer: client's address."""
 
     method: bytes
@@ -33,8 +33,7 @@ class Request:
         return next((value for key, value in self.fields if key.lower() == name), None)
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
+class Order(msgspec.Struct, frozen=True):
     """What is to be done. body: for the worker. fields: for the worker.
 
     repeatable: whether it may be sent once more where no byte of an answer came. pool: whose workers.

@@ -4,8 +4,9 @@ READING ──► WAITING ──► CONNECTING ──► SENT ──first byte�
                ▲────────────────────────┴─ another worker, before the first byte
 """
 
+import asyncio
 import enum
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from kvferry.errors import RefusedError
@@ -108,8 +109,7 @@ class Exchange:
         """It is refused: the client's fault, or its model has gone while it waited."""
         if self.phase in (Phase.READING, Phase.WAITING):
             status = error.status if isinstance(error, TurnedAwayError) else 400
-            again_s = self._proxy.retry_after_s if status == 503 else None
-            self._refuse(status, str(error), retry_after_s=again_s)
+            self._refuse(status, str(error), again=status == 503)
 
     def defect(self) -> None:
         """The router failed at it."""
@@ -130,7 +130,7 @@ class Exchange:
     def crowded_out(self) -> None:
         """See ``waiting.Waiter``."""
         self._proxy.count("queue_full")
-        self._refuse(429, "too many requests wait; try again later", retry_after_s=self._proxy.retry_after_s)
+        self._refuse(429, "too many requests wait; try again later", again=True)
 
     def place(self) -> bool:
         """See ``waiting.Waiter``."""
@@ -138,7 +138,8 @@ class Exchange:
         if order is None or self.phase is not Phase.WAITING:
             return True
         # It may be the end of another one that lets this one in: what fails now is this one alone.
-        self._proxy.survive(self, lambda: self._place(order))
+        proxy = self._proxy
+        proxy.survive(self, lambda: self._place(order, proxy.desk.candidates(order, self._tried)))
         return self.phase is not Phase.WAITING
 
     def client_gone(self) -> None:
@@ -165,7 +166,7 @@ class Exchange:
             self._proxy.count("queue_timeout")
             there = self._order is not None and self._proxy.desk.candidates(self._order, self._tried)
             status, why = (429, "all workers are busy") if there else (503, "no worker is available any more")
-            self._refuse(status, f"{why}; try again later", retry_after_s=self._proxy.retry_after_s)
+            self._refuse(status, f"{why}; try again later", again=True)
 
     def look(self, now: float) -> None:
         """Whether its worker has been silent for too long."""
@@ -199,9 +200,9 @@ class Exchange:
 
     # Towards the worker.
 
-    def _place(self, order: Order) -> None:
+    def _place(self, order: Order, candidates: Sequence[str]) -> None:
         proxy = self._proxy
-        among = [url for url in proxy.desk.candidates(order, self._tried) if proxy.has_room(url)]
+        among = [url for url in candidates if proxy.has_room(url)]
         if among:
             flight = proxy.desk.begin(order, among=among, now=proxy.now())
             self._guard = Guard(flight, proxy.link(flight.worker))
@@ -215,18 +216,20 @@ class Exchange:
         if order is None:
             return
         try:
-            known = bool(proxy.desk.candidates(order, self._tried))
+            known = proxy.desk.candidates(order, self._tried)
         except TurnedAwayError as error:
             self._refuse(error.status, str(error))
             return
-        if known and not proxy.waiting.has(self.lane) and self.place():
-            return
+        if known and not (len(proxy.waiting) and proxy.waiting.has(self.lane)):
+            proxy.survive(self, lambda: self._place(order, known))
+            if self.phase is not Phase.WAITING:
+                return
         if not known:
             if self._tried:
                 self._refuse(self._status, self._why)
             else:
                 proxy.count("no_worker")
-                self._refuse(503, "no worker is available", retry_after_s=proxy.retry_after_s)
+                self._refuse(503, "no worker is available", again=True)
         elif not proxy.waiting.join(self):
             self.crowded_out()
 
@@ -266,15 +269,12 @@ class Exchange:
         head = self._head
         head.fields = order.fields
         with_body = bool(order.body) or head.method in (b"POST", b"PUT", b"PATCH")
-        written = request_bytes(
-            head,
-            host=guard.link.host_field,
-            request_id=self._id,
-            length=len(order.body) if with_body else None,
-        )
+        length = len(order.body) if with_body else None
+        written = request_bytes(head, host=guard.link.host_field, request_id=self._id, length=length)
         connection.send(self, method=head.method, head=written, body=order.body, upgrade=head.upgrade)
         if self._client.stalled_at is not None:  # with an answer that came before
             connection.stall(stalled=True)
+        asyncio.get_running_loop().call_soon(guard.sent)  # the loop sends before it comes to this
         if not self._told:
             self._told = True
             self._proxy.desk.sent(order)
@@ -306,13 +306,14 @@ class Exchange:
         if guard is None:
             return
         now = self.moved_at = guard.link.heard_at = self._proxy.now()
-        if not self._started:
-            self._start()
+        if self._started:
+            self._client.write(data)
+        else:
+            self._start(data)
             guard.first_byte(now)
         if self._sse:
             guard.token(now)
         self._tail.add(data)
-        self._client.write(data)
 
     def answer_end(self) -> None:
         """See ``worker.Receiver``."""
@@ -344,8 +345,8 @@ class Exchange:
 
     # To the client.
 
-    def _start(self) -> None:
-        """The head goes out, and with it the chance of another worker."""
+    def _start(self, data: bytes = b"") -> None:
+        """The head goes out, with what follows, and with it the chance of another worker."""
         self._started = True
         self.phase = Phase.PASSING
         answer, body = self._answer, self._followed
@@ -353,9 +354,8 @@ class Exchange:
             return
         if body.ends_with_connection or self._proxy.draining:
             self._head.close = True
-        self._client.write(
-            answer_bytes(answer, request_id=self._id, close=self._head.close, worker=self.worker)
-        )
+        head = answer_bytes(answer, request_id=self._id, close=self._head.close, worker=self.worker)
+        self._client.write(head + data)
 
     def _failed(self, why: str, what: Failure | None) -> None:
         """Another worker, or the end."""
@@ -390,11 +390,11 @@ class Exchange:
             self._client.write(event if body.ends_with_connection else as_chunk(event))
         self._head.close = True
 
-    def _refuse(self, status: int, message: str, *, retry_after_s: int | None = None) -> None:
+    def _refuse(self, status: int, message: str, *, again: bool = False) -> None:
+        """again: it may be asked later."""
         close = self._head.close = self._head.close or self._proxy.draining
-        self._say(
-            status, refusal(status, message, request_id=self._id, retry_after_s=retry_after_s, close=close)
-        )
+        later_s = self._proxy.retry_after_s if again else None
+        self._say(status, refusal(status, message, request_id=self._id, retry_after_s=later_s, close=close))
         self._end(Ended.REFUSED if status < 500 else Ended.FAILED)
 
     def _reply(self, document: bytes) -> None:

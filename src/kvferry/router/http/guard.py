@@ -26,6 +26,10 @@ class Guard:
         """Its URL."""
         return self._link.url
 
+    def sent(self) -> None:
+        """See ``Flight``."""
+        self._flight.sent()
+
     def first_byte(self, now: float) -> None:
         """See ``Flight``."""
         self._flight.first_byte(now)

@@ -112,11 +112,7 @@ class WorkerConnection(asyncio.Protocol):
         self._receiver, self._method, self._upgrade = receiver, method, upgrade
         self._head, self._body = b"", None
         self._interim = self._interim_bytes = 0
-        if len(body) <= 16 << 10:
-            self.transport.write(head + body)
-        else:
-            self.transport.write(head)
-            self.transport.write(body)
+        self.transport.writelines((head, body))  # in one piece: the worker is woken once
 
     def pass_on(self, data: bytes) -> None:
         """Bytes of the client, after 101."""

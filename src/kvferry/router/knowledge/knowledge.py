@@ -9,9 +9,11 @@ Feeds say what nodes and shared tiers hold; what was sent says the rest. Stale k
 events may come twice.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+
+import msgspec
 
 from kvferry.costs import PrefillModel
 from kvferry.feed import wire
@@ -45,8 +47,7 @@ class Worker:
     engine: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Sight:
+class Sight(msgspec.Struct, frozen=True):
     """Of one prompt. tokens: up to the end of each of its prefixes. seen: those that workers should hold."""
 
     prompt_tokens: int
@@ -77,6 +78,7 @@ class Knowledge:
         self._spaces: dict[str, set[int]] = {}  # by model: namespaces that have chunks of it
         self._ratios: dict[str, float] = {}
         self._shortfall = ASSUMED_SHORTFALL
+        self._later: Callable[[], None] | None = None  # what the last choice left to be done
 
     # Workers
 
@@ -90,6 +92,7 @@ class Knowledge:
 
     def worker_lost(self, url: str) -> None:
         """It is gone or may have restarted: its cache is empty, and which engine it is must be seen anew."""
+        self.settle()
         worker = self._workers.pop(url, None)
         if worker is not None:
             self.emptied(worker)
@@ -209,6 +212,7 @@ class Knowledge:
                 self._prompted(followed)
 
     def _prompted(self, prompted: Prompted) -> None:
+        self.settle()
         event = prompted.event
         sent = self._sent.told(event.request_id)
         if sent is None:
@@ -281,6 +285,17 @@ class Knowledge:
 
     # What was sent, and what answers say
 
+    def later(self, write: Callable[[], None]) -> None:
+        """Of a choice just made: to be called by ``settle``, and before anything asks what it writes."""
+        self.settle()
+        self._later = write
+
+    def settle(self) -> None:
+        """What was left to be done is done."""
+        later, self._later = self._later, None
+        if later is not None:
+            later()
+
     def sent(self, asked: Asked, worker: Worker, *, new_tokens: float, engine_tokens: int = 0) -> Mark:
         """The request is on its way to this worker, whose own cache should have so many tokens of it."""
         mark = self.seen.sent(asked.keys, worker.number, new_tokens=new_tokens)
@@ -317,6 +332,7 @@ class Knowledge:
 
     def look(self, asked: Asked, workers: int) -> Sight:
         """What is where of this prompt. workers: a mask of those in question."""
+        self.settle()
         keys = asked.keys
         if not keys:
             return Sight(0, (), {}, ())

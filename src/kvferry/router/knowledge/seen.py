@@ -54,8 +54,7 @@ class Sighting(NamedTuple):
     mask: int
 
 
-@dataclass(slots=True, eq=False)
-class Mark:
+class Mark(msgspec.Struct, eq=False):
     """What ``sent`` wrote: keys from ``first`` on were new to the worker, with this stamp.
 
     distance: tokens computed since the last use of what it should have. judged: somebody has said how much

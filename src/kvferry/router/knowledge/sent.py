@@ -3,7 +3,8 @@
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from kvferry.router.contract import Key
 from kvferry.router.knowledge.seen import Mark
@@ -16,8 +17,7 @@ _RANDOM = re.compile(r"-[0-9a-f]{8}$")
 _NUMBER = re.compile(r"-(\d+)$")
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
+class Sent(msgspec.Struct, frozen=True):
     """One of them."""
 
     worker: str
