@@ -63,7 +63,7 @@ class View:
             case EngineUp(engine=engine):
                 self.engines[engine] = event
             case EngineDown(engine=engine):
-                del self.engines[engine]
+                self.engines.pop(engine, None)  # a snapshot that began before it may not have it
                 self.speeds.pop(engine, None)
                 for name in [name for name in self.held if name[:2] == (Level.ENGINE, engine)]:
                     del self.held[name]

@@ -6,6 +6,7 @@ from tests.router.virtual import Conversations, Fleet, cost_guide, run_virtually
 from kvferry.feed.wire import EngineUp, Speed
 from kvferry.router.choice import CostGuide
 from kvferry.router.contract import Asked, Ended, Key
+from kvferry.router.flight import CostFlight
 from kvferry.router.knowledge import Knowledge
 from kvferry.router.pace import ASSUMED_SLOPE_S
 
@@ -68,3 +69,46 @@ def test_what_prefills_delay_is_not_put_down_to_streams() -> None:
     guide = run_virtually(main()).guides[0]
     assert guide.pool.decodes.slope_s < 0.002
     assert guide.pool.decodes.slope_s != ASSUMED_SLOPE_S
+
+
+def _begun(guide: CostGuide, request_id: str, now: float = 0.0) -> CostFlight:
+    return guide.begin(Asked(request_id, "m", KEYS), among=["a"], now=now)
+
+
+def _in_engine(guide: CostGuide, request_id: str) -> int:
+    """How much of the prompt was expected in the engine."""
+    explained = guide.explain(request_id)
+    assert explained is not None
+    candidates = explained["candidates"]
+    assert isinstance(candidates, list)
+    return int(candidates[0]["engine_tokens"])
+
+
+def test_a_choice_counts_for_the_next_one_before_its_request_is_sent() -> None:
+    guide = cost_guide(Knowledge())
+    for name in ("one", "two"):
+        _begun(guide, name)
+    assert _in_engine(guide, "one") == 0
+    assert _in_engine(guide, "two") > 9000
+
+
+def test_a_worker_lost_before_its_request_was_sent_holds_nothing_of_it() -> None:
+    guide = cost_guide(Knowledge())
+    flight = _begun(guide, "one")
+    guide.worker_lost("a")
+    guide.worker_added("a")
+    flight.sent()
+    _begun(guide, "two")
+    assert _in_engine(guide, "two") == 0
+    flight.end(Ended.FAILED, 1.0)
+
+
+@pytest.mark.parametrize("sent", [True, False])
+def test_what_was_never_computed_is_not_there(*, sent: bool) -> None:
+    guide = cost_guide(Knowledge())
+    flight = _begun(guide, "one")
+    if sent:
+        flight.sent()
+    flight.end(Ended.ABORTED, 1.0)
+    _begun(guide, "two", 2.0)
+    assert _in_engine(guide, "two") == 0

@@ -4,7 +4,6 @@ READING ──► WAITING ──► CONNECTING ──► SENT ──first byte�
                ▲────────────────────────┴─ another worker, before the first byte
 """
 
-import asyncio
 import enum
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
@@ -274,7 +273,7 @@ class Exchange:
         connection.send(self, method=head.method, head=written, body=order.body, upgrade=head.upgrade)
         if self._client.stalled_at is not None:  # with an answer that came before
             connection.stall(stalled=True)
-        asyncio.get_running_loop().call_soon(guard.sent)  # the loop sends before it comes to this
+        guard.sent()
         if not self._told:
             self._told = True
             self._proxy.desk.sent(order)
