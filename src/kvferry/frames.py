@@ -16,6 +16,7 @@ from kvferry.errors import RefusedError
 LENGTH = struct.Struct("<I")
 FRAME_LIMIT_BYTES = 4 << 20
 MAX_SHOWN = 64  # characters of another version's text
+MAX_REFUSAL = 512  # characters of one that are shown
 
 T = TypeVar("T")
 
@@ -79,9 +80,10 @@ def other_protocol(payload: bytes | memoryview, *, here: Speaker, there: str) ->
 
 
 def refusal_text(payload: bytes | memoryview) -> str | None:
-    """The message of a Refusal of any version, else None."""
+    """The message of a Refusal of any version, fit for a log, else None."""
     try:
-        return _any_refusal.decode(payload).message
+        said = _any_refusal.decode(payload).message[:MAX_REFUSAL]
+        return "".join(character if character.isprintable() else "?" for character in said)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 

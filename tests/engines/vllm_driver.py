@@ -114,7 +114,8 @@ def _adapter(options: dict[str, Any]) -> Any:
 
 def answer(value: Any) -> None:
     """One line to whoever drives us."""
-    print(MARK + json.dumps(value), flush=True)
+    sys.stdout.write(f"{MARK}{json.dumps(value)}\n")  # at once: worker processes write there too
+    sys.stdout.flush()
 
 
 def main(driver_class: type[Driver] = Driver, verbs: tuple[str, ...] = VERBS) -> None:

@@ -136,7 +136,7 @@ class Engine:
             more = os.read(descriptor, 1 << 16)
             assert more, f"the engine ended; {self.log}:\n{self.text()[-3000:]}"
             self._buffer += more
-        return any(line.startswith(MARK.encode()) for line in self._buffer.split(b"\n")[:-1])
+        return any(MARK.encode() in line for line in self._buffer.split(b"\n")[:-1])
 
     def generate(self, prompt: list[int], **options: Any) -> dict[str, Any]:
         """One request's tokens, and how many of its prompt were not computed."""
@@ -164,9 +164,10 @@ class Engine:
         while True:
             while b"\n" in self._buffer:
                 line, _, self._buffer = self._buffer.partition(b"\n")
-                if line.startswith(MARK.encode()):
-                    return json.loads(line[len(MARK) :])
-                self._sink.write(line + b"\n")
+                told, mark, answer = line.partition(MARK.encode())  # worker processes write there too
+                if mark:
+                    return json.JSONDecoder().raw_decode(answer.decode(errors="replace"))[0]
+                self._sink.write(told + b"\n")
                 self._sink.flush()
             left = give_up - time.monotonic()
             assert left > 0, f"no answer in {timeout_s:.0f} s; {self.log}:\n{self.text()[-3000:]}"

@@ -169,3 +169,19 @@ def test_a_trust_file_that_says_something_else_is_told_of(tmp_path: Path) -> Non
             assert (await ask(router, CHAT, prompt())).status == 200
 
     run(test)
+
+
+def test_a_trust_file_that_is_empty_changes_nothing(tmp_path: Path) -> None:
+    """It was cut short: to take it for one without rules would let everybody in."""
+
+    async def test() -> None:
+        file = tmp_path / "trust.toml"
+        file.write_text('keyless = "refuse"\n')
+        async with mocks(1) as (one,), routing(one.url, trust=file) as router:
+            for empty in ("", "# nothing\n"):
+                file.write_text(empty)
+                with pytest.raises(MisconfiguredError, match="says nothing"):
+                    router.reload(router.settings)
+                assert (await ask(router, CHAT, prompt())).status == 401
+
+    run(test)

@@ -80,11 +80,16 @@ def _part(chain: KeyChain, part: object) -> None:
     if isinstance(part, str):
         chain.mark(Mark.TEXT)
         chain.text(part)
-    elif isinstance(part, dict) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str):
+    elif isinstance(part, dict) and _is_text(part):
         chain.mark(Mark.TEXT)
         chain.text(part["text"])
     else:
         chain.media(xxhash.xxh3_128_digest(canonical_json(part)))
+
+
+def _is_text(part: dict[str, object]) -> bool:
+    kind = part.get("type")
+    return isinstance(kind, str) and kind in _TEXT_PARTS and isinstance(part.get("text"), str)
 
 
 def _completion(asked: Body, chain: KeyChain) -> None:

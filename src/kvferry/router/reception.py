@@ -3,6 +3,8 @@
 request ──trust──► salt ──reading──► keys, model ──roster──► candidates ──guide──► worker
 """
 
+import functools
+import ipaddress
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -52,6 +54,15 @@ def _is_media(request: Request) -> bool:
     if charset is not None and charset[1] not in _UTF8:
         raise TurnedAwayError(415, "text is taken in UTF-8 alone")
     return kinds[0].startswith(_MEDIA) and not looks_like_object(request.body)
+
+
+@functools.lru_cache(maxsize=4096)
+def network(peer: str) -> str:
+    """Whose address it is: of IPv6, a host has 2^64."""
+    if ":" not in peer:
+        return peer
+    address = ipaddress.IPv6Address(peer)
+    return str(address.ipv4_mapped or ipaddress.ip_network((int(address) >> 64 << 64, 64)))
 
 
 class Reception:
@@ -149,7 +160,7 @@ class Reception:
             stream=reading.stream,
             came=came,
             reply=self._models() if path == "/v1/models" and request.method == b"GET" else None,
-            caller=f"group {caller.group}" if caller.listed else request.peer,
+            caller=f"group {caller.group}" if caller.listed else network(request.peer),
         )
 
     def _fields(self, fields: Fields) -> Fields:

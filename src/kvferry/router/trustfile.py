@@ -39,6 +39,8 @@ def read_rules(path: Path) -> Rules:
         if len(content) > MAX_FILE_BYTES:
             raise MisconfiguredError(f"{path} is longer than {MAX_FILE_BYTES >> 20} MiB")
         table = tomllib.loads(content.decode())
+        if not table:  # cut short while it was written, more likely than meant: it would let everybody in
+            raise MisconfiguredError(f"{path} says nothing; write unlisted, keyless or groups into it")
     except OSError as error:
         raise MisconfiguredError(f"cannot read the trust file {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

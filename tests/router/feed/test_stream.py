@@ -1,10 +1,16 @@
 """Which events count: each once, in order, and none after a gap."""
 
+import asyncio
+
 import pytest
 from tests.feed.test_pure import chunks, held
+from tests.feed.view import View
 
+from kvferry.addresses import Address
 from kvferry.errors import RefusedError
+from kvferry.feed.access import FeedAccess
 from kvferry.feed.wire import PROTOCOL, Events, Known, KnownEnd, Ping, Refusal, Welcome
+from kvferry.router.feed.follower import FIRST_WAIT_S, KNOWN_WAIT_S, STEADY_S, Follower
 from kvferry.router.feed.stream import GapError, Stream
 
 EVENTS = tuple(held(chunks(1, str(n))) for n in range(6))
@@ -74,3 +80,22 @@ def test_what_makes_no_sense_is_refused(stream: Stream) -> None:
     stream.take(welcome())
     with pytest.raises(RefusedError, match="within a snapshot"):
         stream.take(Events(5, EVENTS))
+
+
+def test_a_feed_that_breaks_as_soon_as_it_is_followed_is_asked_ever_less_often() -> None:
+    now = [0.0]
+
+    async def main() -> list[float]:
+        follower = Follower(Address("127.0.0.1", 1), View(), FeedAccess(), None)
+        waits = []
+        asyncio.get_running_loop().time = lambda: now[0]  # type: ignore[method-assign]
+        for held_s in [0.0] * 8 + [STEADY_S]:
+            follower._followed()
+            now[0] += held_s
+            waits.append(follower._wait_s())
+        return waits
+
+    waits = asyncio.run(main())
+    assert waits[7] >= KNOWN_WAIT_S / 2
+    assert waits[0] <= FIRST_WAIT_S
+    assert waits[8] <= FIRST_WAIT_S  # it held: what ended it is something new

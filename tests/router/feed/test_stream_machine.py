@@ -135,8 +135,11 @@ class FeedMachine(RuleBasedStateMachine):
     @rule()
     def lost(self) -> None:
         """A message that never arrives, with none of a snapshot: TCP loses nothing, a defect may."""
-        if self.connection is not None and self.stream.whole:
-            self.connection.say() if self.connection._welcome is None else None
+        if self.connection is not None and self.stream.whole and self.connection._welcome is None:
+            try:
+                self.connection.say()
+            except EOFError:
+                self.connection = None
 
     @rule(at=st.integers(0, 20))
     def replayed(self, at: int) -> None:

@@ -24,6 +24,7 @@ from tests.router.http.rig import (
 from kvferry.router.app import Router
 from kvferry.router.http.limits import Limits
 from kvferry.router.http.waiting import Waiting
+from kvferry.router.reception import network
 from kvferry.router.trust import Rules, Trust, key_digest
 
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
@@ -178,3 +179,19 @@ def test_nobody_is_lost_or_placed_twice_and_turns_are_taken(steps: list[tuple[ob
         assert len(waiting) == len(inside) <= 8
         assert set(waiting.older_than(0.0)) == set(inside)
     assert len(placed) == len({id(one) for one in placed})
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("10.0.0.1", "10.0.0.1", True),
+        ("10.0.0.1", "10.0.0.2", False),
+        ("2001:db8::1", "2001:db8::ffff:1", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("::ffff:10.0.0.1", "10.0.0.1", True),
+        ("fe80::1%lo", "fe80::2", True),
+        ("", "", True),
+    ],
+)
+def test_a_host_is_one_caller_however_many_addresses_it_has(one: str, other: str, *, same: bool) -> None:
+    assert (network(one) == network(other)) is same

@@ -309,3 +309,37 @@ def test_clients_do_not_control_engines_unless_they_may() -> None:
                 assert (await ask(router, "/reset_prefix_cache", b"")).status == 200
 
     run(test)
+
+
+def test_a_client_that_never_waits_for_its_turn_is_read_no_faster_than_it_is_answered() -> None:
+    async def test() -> None:
+        count, ahead = 600, [0]
+        async with mocks(1) as (worker,), routing(worker.url) as router, client(router) as one:
+            (connection,) = router.proxy._clients
+
+            async def watch() -> None:
+                while True:
+                    ahead.append(len(connection._ahead))
+                    await asyncio.sleep(0)
+
+            watching = asyncio.ensure_future(watch())
+            for _ in range(count):  # 10 MB
+                one.post(CHAT, prompt("x" * 16_000))
+            for _ in range(count):
+                assert (await one.answer()).status == 200
+            watching.cancel()
+            assert len(worker.seen) == count
+            assert max(ahead) < 1 << 20
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", [["a"], {}, 1, None, True])
+def test_a_part_of_no_kind_is_the_worker_s_to_judge(kind: object) -> None:
+    async def test() -> None:
+        async with mocks(1) as (worker,), routing(worker.url) as router:
+            body = prompt(messages=[{"role": "user", "content": [{"type": kind, "text": "hello"}]}])
+            assert (await ask(router, CHAT, body)).status != 500
+            assert worker.seen
+
+    run(test)

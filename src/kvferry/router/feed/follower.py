@@ -13,6 +13,7 @@ the connection is made anew, for a snapshot. Whatever a peer does costs one fram
 import asyncio
 import enum
 import logging
+import math
 import random
 import ssl
 from collections.abc import Callable, Sequence
@@ -48,6 +49,7 @@ GRACE_S = 5.0
 FIRST_WAIT_S = 0.2
 LONGEST_WAIT_S = 60.0
 KNOWN_WAIT_S = 5.0
+STEADY_S = 10.0  # a feed that held for so long is well
 """The longest wait for a node that was there since this router started."""
 REFUSED_WAIT_S = 30.0
 READ_BYTES = 1 << 16
@@ -124,6 +126,7 @@ class Follower:
         self._writer: asyncio.StreamWriter | None = None
         self._task: asyncio.Task[None] | None = None
         self._failures = 0
+        self._followed_at = math.inf
         self._known = False  # to the knowledge: reset was called since ``lost`` was
         self._ever = False
         self._lost_at: asyncio.TimerHandle | None = None
@@ -249,7 +252,7 @@ class Follower:
     def _followed(self) -> None:
         self.state = State.FOLLOWED
         self._connects += 1
-        self._failures = 0
+        self._followed_at = asyncio.get_running_loop().time()
         self._ever = True
         if self.error:
             log.info("%s is followed again", self.name)
@@ -281,7 +284,10 @@ class Follower:
             self._knowledge.lost(self.name)
 
     def _wait_s(self) -> float:
-        """Longer each time, and never the same for two routers."""
+        """Longer each time that it did not hold for a while, and never the same for two routers."""
+        if asyncio.get_running_loop().time() - self._followed_at >= STEADY_S:
+            self._failures = 0
+        self._followed_at = math.inf
         self._failures += 1
         if self.state is State.REFUSED:
             longest = REFUSED_WAIT_S

@@ -19,7 +19,7 @@ from kvferry.router.http.refusals import refusal
 if TYPE_CHECKING:
     from kvferry.router.http.proxy import Proxy
 
-MAX_AHEAD_BYTES = 256 << 10  # of requests that come before their turn
+MAX_AHEAD_BYTES = 64 << 10  # of requests that come before their turn, and what one read brings
 MAX_PARTS = 4096  # of a body, before they are put together
 LINGER_S = 2.0
 WRITE_BUFFER_BYTES = 256 << 10
@@ -138,11 +138,10 @@ class ClientConnection(asyncio.Protocol):
             transport.close()
             return
         self.state, self.began_at = State.IDLE, self._proxy.now()
-        if self._waits:
-            self._waits = False
-            self.stall(stalled=False)
         if self._ahead:
             asyncio.get_running_loop().call_soon(self._go_on)
+        else:
+            self._read_on()
 
     # Of asyncio.
 
@@ -208,6 +207,13 @@ class ClientConnection(asyncio.Protocol):
         if self.state is State.IDLE and self._ahead:
             ahead, self._ahead = self._ahead, b""
             self._take(ahead)
+            self._read_on()
+
+    def _read_on(self) -> None:
+        """Once there is room for what comes before its turn."""
+        if self._waits and len(self._ahead) <= MAX_AHEAD_BYTES:
+            self._waits = False
+            self.stall(stalled=False)
 
     def _take(self, data: bytes) -> None:
         try:

@@ -376,8 +376,9 @@ class Exchange:
         self._answer = None
         self._tail = Tail()
         if not sent or (order.repeatable and self._sends < MAX_SENDS):
-            proxy.count("retries")
             self._find()
+            if self._guard is not None or self.phase is Phase.WAITING:
+                proxy.count("retries")
         else:
             self._refuse(self._status, why)
 

@@ -45,6 +45,8 @@ class Waiting:
         self._lanes: dict[Hashable, dict[str, dict[Waiter, float]]] = {}
         self._where: dict[Waiter, tuple[Hashable, str]] = {}  # its lane and whose it is
         self._callers: dict[str, dict[Waiter, None]] = {}
+        self._ranks: dict[int, dict[str, None]] = {}  # callers by how many they have waiting
+        self._most = 0
         self._waking = False
 
     def __len__(self) -> int:
@@ -61,7 +63,9 @@ class Waiting:
             return False
         self._where[waiter] = key, caller
         self._lanes.setdefault(key, {}).setdefault(caller, {})[waiter] = self._clock()
-        self._callers.setdefault(caller, {})[waiter] = None
+        mine = self._callers.setdefault(caller, {})
+        mine[waiter] = None
+        self._rank(caller, len(mine) - 1, len(mine))
         return True
 
     def leave(self, waiter: Waiter) -> None:
@@ -69,7 +73,8 @@ class Waiting:
         if waiter not in self._where:
             return
         key, caller = self._where.pop(waiter)
-        callers = self._lanes[key]
+        callers, count = self._lanes[key], len(self._callers[caller])
+        self._rank(caller, count, count - 1)
         for of, name in ((callers, caller), (self._callers, caller)):
             del of[name][waiter]
             if not of[name]:
@@ -115,10 +120,21 @@ class Waiting:
 
     def _make_room(self, caller: str) -> bool:
         """By crowding out the newest of whoever has the most, if that is more than this one would have."""
-        most = max(self._callers, key=lambda name: len(self._callers[name]), default=caller)
-        if len(self._callers.get(most, ())) <= len(self._callers.get(caller, ())) + 1:
+        if self._most <= len(self._callers.get(caller, ())) + 1:
             return False
-        newest = next(reversed(self._callers[most]))
+        newest = next(reversed(self._callers[next(iter(self._ranks[self._most]))]))
         self.leave(newest)
         newest.crowded_out()
         return True
+
+    def _rank(self, caller: str, before: int, after: int) -> None:
+        """One more or one less."""
+        ranks = self._ranks
+        if before:
+            del ranks[before][caller]
+            if not ranks[before]:
+                del ranks[before]
+        if after:
+            ranks.setdefault(after, {})[caller] = None
+        if after > self._most or self._most not in ranks:
+            self._most = after
