@@ -317,6 +317,10 @@ class Router:
             self.knowledge.near(url, self._feeds[url])
 
     def _given(self, url: str, order: Order) -> None:
+        worker = self.roster.get(url)
+        models = (worker.models if worker is not None else None) or ()
+        if any(model.adapter and model.name == order.asked.model for model in models):
+            return  # its blocks have other names than tokens alone give
         self.engine_events.sent(url, order.asked, order.request.path, order.body)
 
     def _guide(self) -> Guide:

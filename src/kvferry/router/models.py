@@ -12,10 +12,11 @@ MAX_NAME = 512
 
 
 class Model(NamedTuple):
-    """name: as requests say it. entry: the worker's own words, as JSON; adapters have a ``parent`` in it."""
+    """name: as requests say it. entry: the worker's own words, as JSON. adapter: of another model."""
 
     name: str
     entry: bytes
+    adapter: bool = False
 
     def __eq__(self, other: object) -> bool:
         """By name: entries hold the time at which they were asked for."""
@@ -34,6 +35,7 @@ class _List(msgspec.Struct):
 
 class _Entry(msgspec.Struct):
     id: str
+    parent: object = None
 
 
 _LIST = msgspec.json.Decoder(_List)
@@ -44,7 +46,11 @@ def models_of(answer: bytes) -> tuple[Model, ...]:
     """Of a worker's answer. Raises CorruptError."""
     try:
         entries = [bytes(raw) for raw in _LIST.decode(answer).data]
-        models = tuple(Model(_ENTRY.decode(entry).id, entry) for entry in entries)
+        read = [_ENTRY.decode(entry) for entry in entries]
+        models = tuple(
+            Model(one.id, entry, isinstance(one.parent, str))
+            for one, entry in zip(read, entries, strict=True)
+        )
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"/v1/models is not as OpenAI has it: {error}") from error
     if len(models) > MAX_MODELS or any(not 0 < len(model.name) <= MAX_NAME for model in models):
