@@ -49,8 +49,8 @@ class Pool:
         self.prefills = Prefills()
         self.decodes = Decodes()
         self.typical = Typical()  # of workers whose engines do not say how fast they are,
-        self.ring = ExplainRing()
         self.typical_told = Typical()  # and of those whose do
+        self.ring = ExplainRing()
         self.workers: dict[str, Known] = {}
         self.busy = 0
 
@@ -182,8 +182,7 @@ class CostFlight(CountedFlight):
         )
 
     def _noted(self) -> Mark:
-        if self._mark is None:
-            self.sent()
+        self.sent()
         if self._mark is None:
             raise BrokenError("a choice that was never noted")
         return self._mark

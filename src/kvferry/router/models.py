@@ -42,15 +42,16 @@ _LIST = msgspec.json.Decoder(_List)
 _ENTRY = msgspec.json.Decoder(_Entry)
 
 
+def _model(entry: bytes) -> Model:
+    said = _ENTRY.decode(entry)
+    return Model(said.id, entry, isinstance(said.parent, str))
+
+
 def models_of(answer: bytes) -> tuple[Model, ...]:
     """Of a worker's answer. Raises CorruptError."""
     try:
         entries = [bytes(raw) for raw in _LIST.decode(answer).data]
-        read = [_ENTRY.decode(entry) for entry in entries]
-        models = tuple(
-            Model(one.id, entry, isinstance(one.parent, str))
-            for one, entry in zip(read, entries, strict=True)
-        )
+        models = tuple(map(_model, entries))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptError(f"/v1/models is not as OpenAI has it: {error}") from error
     if len(models) > MAX_MODELS or any(not 0 < len(model.name) <= MAX_NAME for model in models):

@@ -49,9 +49,9 @@ GRACE_S = 5.0
 FIRST_WAIT_S = 0.2
 LONGEST_WAIT_S = 60.0
 KNOWN_WAIT_S = 5.0
-STEADY_S = 10.0  # a feed that held for so long is well
 """The longest wait for a node that was there since this router started."""
 REFUSED_WAIT_S = 30.0
+STEADY_S = 10.0  # a feed that held for so long is well
 READ_BYTES = 1 << 16
 MAX_UNSENT_BYTES = 256 << 10
 """Of Prefetch: beyond it none is sent."""

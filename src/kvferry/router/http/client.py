@@ -19,7 +19,7 @@ from kvferry.router.http.refusals import refusal
 if TYPE_CHECKING:
     from kvferry.router.http.proxy import Proxy
 
-MAX_AHEAD_BYTES = 64 << 10  # of requests that come before their turn, and what one read brings
+MAX_AHEAD_BYTES = 64 << 10  # of requests that come before their turn, beside what one read brings
 MAX_PARTS = 4096  # of a body, before they are put together
 LINGER_S = 2.0
 WRITE_BUFFER_BYTES = 256 << 10
