@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvferry.identity.names import PartRef
@@ -98,6 +98,20 @@ class TroubledFiles(SegmentFiles):
         super().try_out()
 
 
+def files_in(directory: Path) -> dict[str, os.stat_result]:
+    """By name; those that a tier discards meanwhile may be missing."""
+    found = {}
+    for file in directory.iterdir():
+        with suppress(FileNotFoundError):
+            found[file.name] = file.stat()
+    return found
+
+
+def taken(directory: Path) -> int:
+    """Bytes of all files, as the file system counts them."""
+    return sum(max(found.st_size, found.st_blocks * 512) for found in files_in(directory).values())
+
+
 def _size(buffers: Buffers) -> int:
     return sum(buffer.nbytes for buffer in buffers)
 
@@ -115,6 +129,11 @@ class DiskStore:
         wall = lambda: time.time() + self.later_s  # noqa: E731
         self._opened.append(DiskTier.open(self.settings, open_files=self._open_files, wall=wall))
         return self._opened[-1]
+
+    def close(self) -> None:
+        """Of every tier that it opened, also where a test failed before it closed its own."""
+        for tier in self._opened:
+            tier.close()
 
     @contextmanager
     def outage(self) -> Iterator[None]:

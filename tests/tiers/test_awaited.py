@@ -9,6 +9,7 @@ from tests.tiers.objects import QUICK
 from tests.tiers.s3_front import DENIED, NO_BUCKET, Answer, Front
 
 from kvferry.errors import MisconfiguredError
+from kvferry.testing.census import leaves_nothing
 from kvferry.testing.expectations import eventually
 from kvferry.testing.memory_tier import MemoryStore, MemoryTier
 from kvferry.testing.s3 import S3Server
@@ -166,11 +167,12 @@ def test_each_reason_is_told_once(
     ]
 
 
-def test_close_ends_the_attempts(absent: Absent, lower: AwaitedLower) -> None:
-    absent.tried_again()
-    lower.close()
-    attempts = absent.attempts
-    assert not [t for t in threading.enumerate() if t.name == "kvferry-await-objects"]
+def test_close_ends_the_attempts(absent: Absent) -> None:
+    with leaves_nothing():
+        lower = lower_opened_or_awaited("objects", absent)
+        absent.tried_again()
+        lower.close()
+        attempts = absent.attempts
     assert absent.attempts == attempts
     lower.close()
 

@@ -1,5 +1,6 @@
 """The disk tier: the contract suite, restarts, limits, and a disk that is full, read-only, broken or hung."""
 
+import contextlib
 import errno
 import logging
 import mmap
@@ -15,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.tiers.disks import DiskStore, found_right
+from tests.tiers.disks import DiskStore, found_right, taken
 
 from kvferry.errors import MisconfiguredError
 from kvferry.identity.names import PartRef
@@ -47,8 +48,9 @@ def settings(tmp_path: Path) -> DiskSettings:
 
 
 @pytest.fixture
-def store(settings: DiskSettings) -> DiskStore:
-    return DiskStore(settings)
+def store(settings: DiskSettings) -> Iterator[DiskStore]:
+    with contextlib.closing(DiskStore(settings)) as made:
+        yield made
 
 
 @pytest.fixture
@@ -64,8 +66,9 @@ def parts(seeds: range, nbytes: int = MIB) -> list[tuple[PartRef, memoryview]]:
 
 class TestDiskTier(TierContract):
     @pytest.fixture
-    def store(self, tmp_path: Path) -> TierStore:
-        return DiskStore(DiskSettings(tmp_path / "disk", SIZE))
+    def store(self, tmp_path: Path) -> Iterator[TierStore]:
+        with contextlib.closing(DiskStore(DiskSettings(tmp_path / "disk", SIZE))) as made:
+            yield made
 
 
 class TestDiskTierWithoutDirectIO(TierContract):
@@ -73,8 +76,11 @@ class TestDiskTierWithoutDirectIO(TierContract):
 
     @pytest.fixture
     def store(self) -> Iterator[TierStore]:
-        with tempfile.TemporaryDirectory(dir=WITHOUT_O_DIRECT) as directory:
-            yield DiskStore(DiskSettings(Path(directory) / "disk", SIZE))
+        with (
+            tempfile.TemporaryDirectory(dir=WITHOUT_O_DIRECT) as directory,
+            contextlib.closing(DiskStore(DiskSettings(Path(directory) / "disk", SIZE))) as made,
+        ):
+            yield made
 
 
 # -- bytes ---------------------------------------------------------------------------------------------
@@ -187,11 +193,6 @@ def test_another_size_keeps_what_it_can(store: DiskStore, settings: DiskSettings
 
 
 # -- the directory -------------------------------------------------------------------------------------
-
-
-def taken(directory: Path) -> int:
-    """Bytes of all files, as the file system counts them."""
-    return sum(max(file.stat().st_size, file.stat().st_blocks * 512) for file in directory.iterdir())
 
 
 def test_the_directory_never_takes_more_than_its_size(tier: DiskTier, settings: DiskSettings) -> None:

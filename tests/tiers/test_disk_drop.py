@@ -1,5 +1,6 @@
 """Parts of a disk tier forgotten by namespace or age: at once, for good, and nothing else with them."""
 
+import contextlib
 import errno
 import logging
 import threading
@@ -30,8 +31,11 @@ JANITOR = "kvferry-disk-janitor"
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> DiskStore:
-    return DiskStore(DiskSettings(tmp_path / "disk", 64 * MIB, segment_bytes=4 * MIB, stall_s=60.0))
+def store(tmp_path: Path) -> Iterator[DiskStore]:
+    with contextlib.closing(
+        DiskStore(DiskSettings(tmp_path / "disk", 64 * MIB, segment_bytes=4 * MIB, stall_s=60.0))
+    ) as made:
+        yield made
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Trouble of a disk is told once per episode, with what to do; and files that are deleted are noticed."""
 
+import contextlib
 import errno
 import logging
 import os
@@ -25,8 +26,11 @@ PART = MIB // 2
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> DiskStore:
-    return DiskStore(DiskSettings(tmp_path / "disk", 64 * MIB, segment_bytes=4 * MIB, stall_s=60.0))
+def store(tmp_path: Path) -> Iterator[DiskStore]:
+    with contextlib.closing(
+        DiskStore(DiskSettings(tmp_path / "disk", 64 * MIB, segment_bytes=4 * MIB, stall_s=60.0))
+    ) as made:
+        yield made
 
 
 @pytest.fixture

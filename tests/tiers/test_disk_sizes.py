@@ -1,10 +1,13 @@
 """A disk tier opened with another size than before: only the oldest goes, and only what has no room."""
 
+import contextlib
 import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
-from tests.tiers.disks import DiskStore, check, found_right
+from tests.tiers.disks import DiskStore, check, files_in, found_right, taken
 
 from kvferry.identity.names import PartRef
 from kvferry.testing.expectations import eventually
@@ -19,6 +22,15 @@ from kvferry.tiers.disk.tier import DiskTier
 MIB = 1 << 20
 PART_BYTES = MIB // 4
 LOGGER = "kvferry.tiers.disk"
+
+Stores: TypeAlias = Callable[[DiskSettings], DiskStore]
+
+
+@pytest.fixture
+def stores() -> Iterator[Stores]:
+    """Makes them."""
+    with contextlib.ExitStack() as stack:
+        yield lambda settings: stack.enter_context(contextlib.closing(DiskStore(settings)))
 
 
 def settings_of(directory: Path, size_mib: int, segment_mib: int | None = None) -> DiskSettings:
@@ -39,13 +51,10 @@ def found(tier: DiskTier, seeds: range) -> list[int]:
 
 def segment_sizes(directory: Path) -> list[int]:
     """MiB, rounded."""
-    return sorted(round(file.stat().st_size / MIB) for file in (directory / "disk").glob("segment-*"))
-
-
-def taken(directory: Path) -> int:
-    """Bytes of all files, as the file system counts them."""
-    files = [file.stat() for file in (directory / "disk").iterdir()]
-    return sum(max(file.st_size, file.st_blocks * 512) for file in files)
+    found = files_in(directory / "disk")
+    return sorted(
+        round(status.st_size / MIB) for name, status in found.items() if name.startswith("segment-")
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,12 +69,13 @@ def taken(directory: Path) -> int:
 )
 def test_what_was_stored_last_is_kept_as_far_as_there_is_room_and_one_line_says_what_went(
     tmp_path: Path,
+    stores: Stores,
     before: tuple[int, int],
     after: tuple[int, int],
     kept_segments: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    store = DiskStore(settings_of(tmp_path, *before))
+    store = stores(settings_of(tmp_path, *before))
     tier = store.open()
     per_segment, segments = (before[1] * MIB - FIRST_RECORD) // record_bytes(PART_BYTES), 7
     stored = range(per_segment * segments - 1)  # the last one has room for another part
@@ -82,13 +92,13 @@ def test_what_was_stored_last_is_kept_as_far_as_there_is_room_and_one_line_says_
     line = f"let go the oldest {went} of its segments"
     assert [line in message for message in caplog.messages] == [True] * (went > 0)
     assert set(log.records) == {some_ref(PART_BYTES, n) for n in [*stored][per_segment * went :]}
-    assert taken(tmp_path) <= store.settings.size_bytes
+    assert taken(tmp_path / "disk") <= store.settings.size_bytes
     check(log)
     tier = store.open()
 
     for start in range(1000, 1000 + 5 * after[0], 10):  # more than it holds
         keep(tier, range(start, start + 10))
-        assert taken(tmp_path) <= store.settings.size_bytes
+        assert taken(tmp_path / "disk") <= store.settings.size_bytes
     assert found(tier, range(start, start + 10)) == [*range(start, start + 10)]
     check(tier._books.log)
     before_close = set(tier._books.log.records)
@@ -102,8 +112,10 @@ def test_what_was_stored_last_is_kept_as_far_as_there_is_room_and_one_line_says_
     tier.close()
 
 
-def test_segments_of_the_size_before_leave_first_and_make_room_for_others(tmp_path: Path) -> None:
-    store = DiskStore(settings_of(tmp_path, 50, 5))
+def test_segments_of_the_size_before_leave_first_and_make_room_for_others(
+    tmp_path: Path, stores: Stores
+) -> None:
+    store = stores(settings_of(tmp_path, 50, 5))
     tier = store.open()
     keep(tier, range(100))
     tier.close()
@@ -118,9 +130,11 @@ def test_segments_of_the_size_before_leave_first_and_make_room_for_others(tmp_pa
     tier.close()
 
 
-def test_a_larger_size_is_used_to_its_end_though_there_were_small_segments(tmp_path: Path) -> None:
+def test_a_larger_size_is_used_to_its_end_though_there_were_small_segments(
+    tmp_path: Path, stores: Stores
+) -> None:
     """Of which only so many can be open."""
-    store = DiskStore(settings_of(tmp_path, 16, 1))
+    store = stores(settings_of(tmp_path, 16, 1))
     tier = store.open()
     keep(tier, range(20))
     tier.close()

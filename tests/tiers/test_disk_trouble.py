@@ -14,6 +14,7 @@ from tests.tiers.disks import DiskStore, check, found_right
 
 from kvferry.errors import BrokenError, MisconfiguredError
 from kvferry.identity.names import MAX_PART_BYTES, PartRef
+from kvferry.testing.census import leaves_nothing
 from kvferry.testing.expectations import eventually
 from kvferry.testing.tier_calls import (
     Results,
@@ -35,10 +36,13 @@ JANITOR = "kvferry-disk-janitor"
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> DiskStore:
-    return DiskStore(
-        DiskSettings(tmp_path / "disk", 64 * MIB, segment_bytes=4 * MIB, stall_s=60.0, close_s=60.0)
-    )
+def store(tmp_path: Path) -> Iterator[DiskStore]:
+    with contextlib.closing(
+        DiskStore(
+            DiskSettings(tmp_path / "disk", 64 * MIB, segment_bytes=4 * MIB, stall_s=60.0, close_s=60.0)
+        )
+    ) as made:
+        yield made
 
 
 @pytest.fixture
@@ -406,10 +410,9 @@ def test_a_start_without_threads_leaves_none_and_lets_the_next_one_in(
             raise RuntimeError("can't start new thread")
         start(self)
 
-    with monkeypatch.context() as patched:
+    with leaves_nothing(), monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refusing)
         with pytest.raises(MisconfiguredError, match="more threads"):
             store.open()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvferry-disk")]
     with contextlib.closing(store.open()) as tier:
         assert stores(tier, range(2))
