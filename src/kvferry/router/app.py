@@ -8,7 +8,6 @@ import ipaddress
 import logging
 import os
 import random
-import resource
 import secrets
 import signal
 import socket
@@ -29,6 +28,7 @@ from kvferry.router.cache_aware import CacheAware
 from kvferry.router.choice import CostGuide
 from kvferry.router.contract import Guide
 from kvferry.router.copies import Copies
+from kvferry.router.descriptors import FEW_CLIENTS, clients_within_descriptors
 from kvferry.router.discovery import Discovery
 from kvferry.router.feed.engines import EngineEvents
 from kvferry.router.feed.follower import FollowerStatistics
@@ -361,7 +361,6 @@ class Router:
 
 def run(settings: RouterSettings, *, reload: Callable[[], RouterSettings]) -> int:
     """``kvferry router``: serve until SIGTERM or SIGINT. Raises MisconfiguredError at start-up."""
-    _more_descriptors()
     sys.setswitchinterval(SWITCH_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings, reload))
@@ -383,7 +382,8 @@ async def _serve(settings: RouterSettings, read: Callable[[], RouterSettings]) -
         raise MisconfiguredError(
             f"admin_socket {chosen}: there is no directory {chosen.parent}; make it, for its user alone"
         )
-    router = Router(settings)
+    clients = clients_within_descriptors(settings.limits.clients)
+    router = Router(settings, limits=replace(settings.limits, clients=clients))
 
     def reload() -> Plan:
         return router.reload(read())
@@ -406,6 +406,8 @@ async def _serve(settings: RouterSettings, read: Callable[[], RouterSettings]) -
         log.info("kvferry %s router at %s: %d workers", __version__, router.address, len(settings.workers))
         for complaint in complaints(settings, router.reception.trust):
             log.warning("%s", complaint)
+        if clients < FEW_CLIENTS:
+            log.warning("%d clients at a time: raise the hard limit of open files (ulimit -Hn)", clients)
         # Tables of names are never garbage: looking through them, full, stopped the loop for 100 ms.
         gc.collect()
         gc.freeze()
@@ -427,11 +429,3 @@ def _serve_metrics(router: Router, stack: contextlib.AsyncExitStack) -> None:
     stack.callback(page.close)
     if not ipaddress.ip_address(settings.metrics_host).is_loopback:
         log.warning("metrics are open to everyone who can connect to %s", page.url)
-
-
-def _more_descriptors() -> None:
-    """Two for each request: as many as this process may have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from kvferry.errors import ClosedError, CorruptError, RetryError
+from kvferry.router.descriptors import lacks_descriptors
 
 MAX_ANSWER_BYTES = 8 << 20
 _READ_BYTES = 64 << 10
@@ -21,6 +22,10 @@ Tls = Callable[[], ssl.SSLContext]
 
 class NobodyThereError(ClosedError):
     """Nobody listens at that address."""
+
+
+class UntriedError(RetryError):
+    """Nothing was asked: there are no descriptors left here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +69,8 @@ async def get(
 ) -> Answer:
     """Ask a worker. url: of the worker, without a path. body: JSON, which is posted.
 
-    Raises NobodyThereError where nobody listens, RetryError for no answer in time or half of one, and
-    CorruptError for what is no answer.
+    Raises NobodyThereError where nobody listens, UntriedError without a descriptor, RetryError for no answer
+    in time or half of one, and CorruptError for what is no answer.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -77,6 +82,8 @@ async def get(
     except OSError as error:
         if error.errno == errno.ECONNREFUSED:
             raise NobodyThereError(f"nobody listens at {url}") from error
+        if lacks_descriptors(error):
+            raise UntriedError(f"{url}{path}: {error.strerror}") from error
         raise RetryError(f"{url}{path}: {error.strerror or error}") from error
 
 

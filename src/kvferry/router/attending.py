@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from kvferry.errors import KvferryError
-from kvferry.router.asking import Answer, NobodyThereError, Tls, get
+from kvferry.router.asking import Answer, NobodyThereError, Tls, UntriedError, get
 from kvferry.router.health import Change, Health, Probed, State, blames
 from kvferry.router.models import models_of
 from kvferry.router.roster import Roster, Worker
@@ -21,6 +21,7 @@ from kvferry.router.roster import Roster, Worker
 MODELS_EVERY_S = 10.0
 MODELS_GAP_S = 1.0
 QUESTION_S = 5.0
+UNTRIED_S = 1.0
 DRAIN_LOOK_S = 0.25
 AT_ONCE_PER_S = 100  # workers probed per second, beyond which each is probed less often
 _BEGAN = re.compile(rb"^process_start_time_seconds(?:\{[^}\n]*\})? ([0-9.e+]+)\s*$", re.MULTILINE)
@@ -117,13 +118,15 @@ class Attendant:
                 continue
             try:
                 await self._ask(worker)
+            except UntriedError:
+                await asyncio.sleep(UNTRIED_S)
             except Exception as error:
                 self.defects += 1
                 log.error("a defect in looking after %s; it goes on", worker.url, exc_info=error)
                 await asyncio.sleep(1.0)
 
     async def _ask(self, worker: Worker) -> None:
-        """Whichever question is due."""
+        """Whichever question is due. Raises UntriedError."""
         due = worker.health.next_probe_at()
         if due is not None and self._clock() >= due:
             how = await self._probe(worker)
@@ -145,6 +148,8 @@ class Attendant:
             answer = await get(worker.url, "/health", timeout_s=worker.health.limits.timeout_s, tls=self._tls)
         except NobodyThereError:
             return Probed.REFUSED
+        except UntriedError:
+            raise
         except KvferryError:
             return Probed.WELL if self._heard_at(worker.url) > began else Probed.MISSED
         return Probed.MISSED if blames(answer.status) else Probed.WELL
@@ -153,6 +158,8 @@ class Attendant:
         """When its process did, by its own clock."""
         try:
             answer = await self._get(worker, "/metrics")
+        except UntriedError:
+            raise
         except KvferryError:
             return None
         found = _BEGAN.search(answer.body) if answer.status == 200 else None

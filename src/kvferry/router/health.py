@@ -39,6 +39,7 @@ class Failure(enum.Enum):
     LOST = "lost"  # the connection ended before the answer did
     ERROR = "error"  # 5xx
     SILENT = "silent"  # no byte in time, or no connection
+    UNTRIED = "untried"  # it was not even tried: the router has no descriptors left
 
 
 class Probed(enum.Enum):
@@ -131,7 +132,7 @@ class Health:
         """A request met this."""
         before = self._state
         self.failures[what] += 1
-        if before in (State.DRAINING, State.REMOVED):
+        if before in (State.DRAINING, State.REMOVED) or what is Failure.UNTRIED:
             return Change(before, before)
         if what is Failure.REFUSED:
             return self._refused(now)

@@ -239,11 +239,10 @@ class Exchange:
         self.phase = Phase.CONNECTING
         self._moved()
         idle = guard.link.idle() if order.repeatable else None
+        self._reused = idle is not None
         if idle is not None:
-            self._reused = True
             self._send(idle)
         else:
-            self._reused = False
             self._attempt = guard.link.connect(self)
 
     def connected(self, connection: WorkerConnection) -> None:
@@ -317,10 +316,9 @@ class Exchange:
     def answer_end(self) -> None:
         """See ``worker.Receiver``."""
         self._connection = None
-        answer = self._answer
         if not self._started:
             self._start()
-        status = answer.status if answer is not None else 502
+        status = self._answer.status if self._answer is not None else 502
         how = Ended.DONE if status < 400 else Ended.REFUSED if status < 500 else Ended.FAILED
         self._end(how, self._tail.usage() if how is Ended.DONE else None)
 
@@ -368,6 +366,9 @@ class Exchange:
             proxy.count("broken_streams")
             self._break(why)
             self._end(Ended.FAILED)
+            return
+        if what is Failure.UNTRIED:
+            self._refuse(503, why, again=True)
             return
         self._why, self._status = why, 504 if what is Failure.SILENT and self._sends else 502
         self._tried[guard.worker] = None

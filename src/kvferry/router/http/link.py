@@ -10,6 +10,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from kvferry.errors import KvferryError
+from kvferry.router.descriptors import lacks_descriptors
 from kvferry.router.health import Failure
 from kvferry.router.http.worker import WorkerConnection
 
@@ -25,7 +26,7 @@ class Connecting(Protocol):
         """Here it is, and nobody else has it."""
 
     def unconnected(self, why: str, what: Failure) -> None:
-        """There is none to be had. REFUSED: nobody listens there; SILENT: it cannot be told."""
+        """There is none to be had. REFUSED: nobody listens there; SILENT: cannot be told; UNTRIED: here."""
 
 
 class Errand(Protocol):
@@ -140,7 +141,10 @@ class Link:
             why = f"no connection in {self._connect_s:g} s"
         except (OSError, ssl.SSLError, UnicodeError, KvferryError) as error:
             why = f"no connection: {getattr(error, 'strerror', None) or error}"
-            what = Failure.REFUSED if isinstance(error, ConnectionRefusedError) else Failure.SILENT
+            if isinstance(error, ConnectionRefusedError):
+                what = Failure.REFUSED
+            elif isinstance(error, OSError) and lacks_descriptors(error):
+                why, what = "no connection: the router has no descriptors left", Failure.UNTRIED
         except asyncio.CancelledError:
             why = "the router stops"
         who = attempt.take()
