@@ -19,14 +19,15 @@ from tests.router.http.rig import (
     until,
 )
 
+from kvferry.cli.explain_router import render
 from kvferry.testing.worker import MockWorker
 
 LONG = "x" * 5000
 PARAMS = {"do_remote_prefill": True, "remote_block_ids": [1, 2], "remote_host": "10.0.0.1", "remote_port": 5}
 
 
-def _bodies(worker: MockWorker) -> list[dict[str, Any]]:
-    return [json.loads(seen.body) for seen in worker.seen if seen.path == CHAT]
+def _bodies(worker: MockWorker, path: str = CHAT) -> list[dict[str, Any]]:
+    return [json.loads(seen.body) for seen in worker.seen if seen.path == path]
 
 
 def test_a_long_prompt_is_prefilled_first_and_then_answered() -> None:
@@ -46,11 +47,19 @@ def test_a_long_prompt_is_prefilled_first_and_then_answered() -> None:
             )
             assert one["cache_salt"] == two["cache_salt"] and one["messages"] == two["messages"]
             assert at_workers(router) == 0 and router.proxy.statistics().events["prefilled"] == 1
+            told = router.reception.explain(answer.headers["x-request-id"])
+            assert told is not None
+            before = told["prefill"]
+            assert isinstance(before, dict)
+            assert (told["worker"], before["worker"]) == (second.url, first.url)
+            assert told["request_id"] == answer.headers["x-request-id"] != before["request_id"]
+            assert f"prefilled at {first.url}" in render(told)
 
     run(test)
 
 
-def test_what_the_first_worker_answers_with_goes_to_the_second_and_a_clients_own_does_not() -> None:
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+def test_what_the_first_worker_answers_with_goes_to_the_second_and_a_clients_own_does_not(path: str) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         body = json.dumps({"choices": [], "kv_transfer_params": PARAMS}).encode()
@@ -67,9 +76,8 @@ def test_what_the_first_worker_answers_with_goes_to_the_second_and_a_clients_own
             mocks(1) as (second,),
             routing(f"prefill={first}", second.url) as router,
         ):
-            answer = await ask(router, CHAT, prompt(LONG, kv_transfer_params={"remote_host": "evil"}))
-            assert answer.status == 200
-            assert [body["kv_transfer_params"] for body in _bodies(second)] == [PARAMS]
+            await ask(router, path, prompt(LONG, kv_transfer_params={"remote_host": "evil"}))
+            assert [body["kv_transfer_params"] for body in _bodies(second, path)] == [PARAMS]
 
     run(test)
 
@@ -111,5 +119,25 @@ def test_a_client_that_leaves_ends_its_prefill() -> None:
             await until(lambda: not first.connections)
             assert not _bodies(second)
             assert isinstance(one, Client)
+
+    run(test)
+
+
+def test_a_request_that_is_still_being_prefilled_is_explained() -> None:
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        del writer
+        await reader.read()
+
+    async def test() -> None:
+        async with (
+            scripted(hang) as first,
+            mocks(1) as (second,),
+            routing(f"prefill={first}", second.url) as router,
+            client(router) as one,
+        ):
+            one.post(CHAT, prompt(LONG), "X-Request-Id: mine")
+            await until(lambda: router.reception.explain("mine") is not None)
+            told = router.reception.explain("mine")
+            assert told is not None and told["worker"] == first
 
     run(test)

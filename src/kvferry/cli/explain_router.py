@@ -20,7 +20,10 @@ def render(record: Mapping[str, Any]) -> str:
         "",
         f"The cheapest that were looked at, of {count(record['workers'])} (ms; tokens):",
     ]
-    return "\n".join([*lines, _table(record["candidates"])])
+    lines.append(_table(record["candidates"]))
+    if (prefill := record.get("prefill")) is not None:
+        lines += ["", f"Before that it was prefilled at {prefill['worker']}:", "", render(prefill)]
+    return "\n".join(lines)
 
 
 def _ttft(record: Mapping[str, Any]) -> str:

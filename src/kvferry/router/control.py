@@ -1,10 +1,11 @@
-"""Paths that control engines, or tell how they are: for operators, not for all who send prompts. Pure.
+"""Paths that are not like others: they control engines, or take prompts without a salt. Pure.
 
 Engines decode a path before they look at it, so it is looked at decoded here, each of its parts, in any case.
 The names are those of vLLM and SGLang; words catch what later versions add.
 """
 
 import re
+from collections.abc import Collection
 from urllib.parse import unquote_to_bytes
 
 NOT_FOR_CLIENTS = "this controls the engine, or tells how it is: it is not for clients of the router"
@@ -25,6 +26,8 @@ _NAMES = frozenset(
     unload_lora_adapter update_weight_version update_weights wake_up weight_checker weight_info
     """.split()
 )
+# Whose salt SGLang reads too.
+_SALTED = frozenset((b"v1/chat/completions", b"v1/completions", b"v1/responses"))
 # In one of the first two parts: "version" may well be part of a file's name, further on.
 _TELL = frozenset(b"docs load openapi.json redoc version".split())
 # In the first part, or the one after the version.
@@ -39,9 +42,24 @@ _STEMS = frozenset(
 
 def controls(target: bytes) -> bool:
     """Whether clients have no business there. target: path and query. So is a path that means another one."""
-    path = unquote_to_bytes(target.partition(b"?")[0]).lower()
-    parts = [part.partition(b";")[0].strip() for part in _PARTS.split(path) if part]
+    parts = _parts_of(target)
     if b"." in parts or b".." in parts or not _NAMES.isdisjoint(parts) or not _TELL.isdisjoint(parts[:2]):
         return True
     first = next((part for part in parts if not _VERSION.fullmatch(part)), b"")
     return not _STEMS.isdisjoint(_WORDS.split(first))
+
+
+def reads_salt(target: bytes, engines: Collection[str]) -> bool:
+    """Whether engines of these kinds read the ``cache_salt`` of what is posted there: vLLM 0.32, SGLang 0.5.
+
+    Of kinds that are not known, only where all of them take prompts.
+    """
+    parts = _parts_of(target)
+    if set(engines) == {"vllm"}:
+        return b"cohere" not in parts and parts[-2:] != [b"v2", b"embed"]
+    return b"/".join(parts) in _SALTED or (b"generate" in parts[:1] and set(engines) == {"sglang"})
+
+
+def _parts_of(target: bytes) -> list[bytes]:
+    path = unquote_to_bytes(target.partition(b"?")[0]).lower()
+    return [part.partition(b";")[0].strip() for part in _PARTS.split(path) if part]

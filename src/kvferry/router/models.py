@@ -12,15 +12,19 @@ MAX_NAME = 512
 
 
 class Model(NamedTuple):
-    """name: as requests say it. entry: the worker's own words, as JSON. adapter: of another model."""
+    """name: as requests say it. entry: the worker's own words, as JSON. adapter: of another model.
+
+    owner: who says it has it: engines write their own name there.
+    """
 
     name: str
     entry: bytes
     adapter: bool = False
+    owner: str = ""
 
     def __eq__(self, other: object) -> bool:
-        """By name: entries hold the time at which they were asked for."""
-        return isinstance(other, Model) and other.name == self.name
+        """By name and owner: entries hold the time at which they were asked for."""
+        return isinstance(other, Model) and (other.name, other.owner) == (self.name, self.owner)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -36,6 +40,7 @@ class _List(msgspec.Struct):
 class _Entry(msgspec.Struct):
     id: str
     parent: object = None
+    owned_by: object = None
 
 
 _LIST = msgspec.json.Decoder(_List)
@@ -44,7 +49,8 @@ _ENTRY = msgspec.json.Decoder(_Entry)
 
 def _model(entry: bytes) -> Model:
     said = _ENTRY.decode(entry)
-    return Model(said.id, entry, isinstance(said.parent, str))
+    owner = said.owned_by if isinstance(said.owned_by, str) else ""
+    return Model(said.id, entry, isinstance(said.parent, str), owner)
 
 
 def models_of(answer: bytes) -> tuple[Model, ...]:

@@ -19,10 +19,10 @@ from kvferry.router.http.desk import Order
 from kvferry.router.http.errand import Errand, Outcome
 from kvferry.router.http.guard import Guard
 from kvferry.router.http.proxy import Proxy
-from kvferry.router.reception import Reception
+from kvferry.router.reception import PREFILL_SUFFIX, Reception
+from kvferry.router.roster import PREFILL_POOL
 
-POOL = "prefill"
-PATHS = frozenset(("/v1/chat/completions", "/v1/completions"))
+PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messages"))
 MIN_CHARACTERS = 4096  # of a prompt: shorter ones are quicker where they are answered
 DEADLINE_S = 120.0
 MAX_ANSWER_BYTES = 1 << 20
@@ -63,7 +63,7 @@ class Prefill:
         asked, proxy = order.asked, self._proxy
         if order.request.path not in PATHS or not asked.keys or asked.keys[-1].length < MIN_CHARACTERS:
             return None
-        candidates = self._reception.roster.candidates(POOL, asked.model)
+        candidates = self._reception.roster.candidates(PREFILL_POOL, asked.model)
         among = [url for url in candidates if proxy.has_room(url)]
         if not among:
             return None
@@ -71,8 +71,8 @@ class Prefill:
             first = replace(order, body=edited(order.body, _ONE_TOKEN, drop=_NOT_WITH_ONE))
         except RefusedError:
             return None  # the worker says it better
-        request_id = f"{asked.request_id}-prefill"
-        flight = self._reception.guide(POOL).begin(
+        request_id = f"{asked.request_id}{PREFILL_SUFFIX}"
+        flight = self._reception.guide(PREFILL_POOL).begin(
             replace(asked, request_id=request_id, max_tokens=1), among=among, now=proxy.now()
         )
 

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from kvferry.router.contract import Asked, Flight, Guide
-from kvferry.router.control import NOT_FOR_CLIENTS, controls
+from kvferry.router.control import NOT_FOR_CLIENTS, controls, reads_salt
+from kvferry.router.descriptors import Complaint
 from kvferry.router.fields import looks_like_object
 from kvferry.router.flight import CostFlight
 from kvferry.router.health import Change, Failure, Health, blames
@@ -21,7 +22,7 @@ from kvferry.router.http.refusals import TurnedAwayError
 from kvferry.router.models import merged, unknown_model
 from kvferry.router.pilots import MeasuredFlight, Pilots
 from kvferry.router.reading import Reader, Reading
-from kvferry.router.roster import DEFAULT_POOL, Roster, Served
+from kvferry.router.roster import DEFAULT_POOL, PREFILL_POOL, Roster, Served
 from kvferry.router.trust import KEY_FIELDS, TRANSFER, StrangerError, Trust
 
 _TRANSFER = TRANSFER.encode()
@@ -31,11 +32,16 @@ _REPEATABLE = frozenset(
     "/v1/" + name
     for name in ("completions", "chat/completions", "embeddings", "score", "rerank", "messages", "responses")
 ) | frozenset(("/tokenize", "/detokenize", "/pooling", "/classify", "/score", "/rerank", "/v2/rerank"))
+PREFILL_SUFFIX = "-prefill"  # of a request's id, where it is prefilled
 _NOTHING = Reading(model="")
 # Bodies that no worker reads as JSON.
 _ABOUT_BODY = frozenset((b"content-type", b"content-encoding"))
 _CHARSET = re.compile(rb"charset\s*=\s*\"?([^\s;\"]*)")
 _UTF8 = (b"utf-8", b"utf8", b"us-ascii")
+_NO_SALT = (
+    "engines read no cache_salt here (a form, WebSocket, Cohere's API ...), so KV cannot be kept apart from "
+    "that of other callers; whoever runs the router can let it pass: unsalted in the trust file"
+)
 _MEDIA = (b"multipart/", b"audio/", b"image/", b"video/", b"application/octet-stream")
 
 
@@ -101,6 +107,7 @@ class Reception:
         self._pilots = pilots if pilots is not None else Pilots()
         self._worker_key = f"Bearer {worker_key}".encode() if worker_key else b""
         self._clock = clock
+        self._no_descriptors = Complaint()
         self.control = control
         self.copy: Callable[[Order], None] | None = None  # to the mirror's pool
         self.prefill: Callable[[Order, Callable[[Order], None]], Errand | None] | None = None
@@ -140,6 +147,8 @@ class Reception:
                     reading = reader.whole(path, body, salt, ignore_own_salt=True, with_opening=with_opening)
         except StrangerError as error:
             raise TurnedAwayError(401, str(error)) from error
+        if self.trust.parted(salt or caller.salt) and self._is_unsalted(request, body):
+            raise TurnedAwayError(403, _NO_SALT)
         asked = Asked(
             request.request_id,
             reading.model,
@@ -162,6 +171,14 @@ class Reception:
             reply=self._models() if path == "/v1/models" and request.method == b"GET" else None,
             caller=f"group {caller.group}" if caller.listed else network(request.peer),
         )
+
+    def _is_unsalted(self, request: Request, body: bytes) -> bool:
+        """Whether prompts may be in it whose salt no worker reads. body: as a worker would get it."""
+        if request.upgrade:
+            return True
+        if not body:
+            return False
+        return body is request.body or not reads_salt(request.target, self.roster.engines)
 
     def _fields(self, fields: Fields) -> Fields:
         """For a worker."""
@@ -249,6 +266,8 @@ class Reception:
 
     def failed(self, worker: str, what: Failure, now: float) -> None:
         """See ``Desk``."""
+        if what is Failure.UNTRIED:
+            self._no_descriptors.tell()
         self.note(worker, lambda health: health.failed(what, now))
 
     def note(self, url: str, event: Callable[[Health], Change]) -> None:
@@ -270,7 +289,14 @@ class Reception:
             guide.worker_lost(url)
 
     def explain(self, request_id: str) -> Mapping[str, object] | None:
-        """Why a recent request went where it went."""
-        return next(
-            (told for guide in self._guides.values() if (told := guide.explain(request_id)) is not None), None
-        )
+        """Why a recent request went where it went. prefill: the same, where it was prefilled by others."""
+        answered = (guide for pool, guide in self._guides.items() if pool != PREFILL_POOL)
+        told = next((told for guide in answered if (told := guide.explain(request_id)) is not None), None)
+        before = self._guides.get(PREFILL_POOL)
+        if before is None:
+            return told
+        name = request_id if told is None else f"{told.get('request_id')}{PREFILL_SUFFIX}"
+        prefill = before.explain(name)
+        if told is None or prefill is None or prefill.get("request_id") != name:
+            return told if told is not None else prefill
+        return {**told, "prefill": prefill}

@@ -13,6 +13,7 @@ from kvferry.router.health import DEFAULT_LIMITS, Change, Failure, Health, Limit
 from kvferry.router.models import Model
 
 DEFAULT_POOL = ""
+PREFILL_POOL = "prefill"  # its workers prefill for those of the others
 MAX_WORKERS = 4096
 MAX_REMEMBERED = 1024  # pairs of pool and model
 
@@ -76,6 +77,8 @@ class Roster:
         self._up: dict[tuple[str, str], tuple[str, ...]] = {}
         self._trials: tuple[Worker, ...] = ()
         self._pools: frozenset[str] = frozenset()
+        self.engines: frozenset[str] = frozenset()
+        """Which kinds of engine there are, as they say with their models; "" is one that does not."""
         self._departed: Counter[Failure] = Counter()  # failures of workers that are gone
         self.noticed: Callable[[Worker], None] | None = None
 
@@ -159,6 +162,9 @@ class Roster:
         self._up.clear()
         self._trials = tuple(worker for worker in self._workers.values() if worker.state is State.TRIAL)
         self._pools = frozenset(worker.pool for worker in self._workers.values())
+        self.engines = frozenset(
+            model.owner for worker in self._workers.values() for model in worker.models or ()
+        )
 
     def candidates(self, pool: str, model: str, *, tried: Collection[str] = ()) -> Sequence[str]:
         """Who may be asked now, of those not tried; the same object as long as nothing changes.

@@ -53,6 +53,13 @@ class ClientSalt(enum.Enum):
     TRUST = "trust"  # it counts as it is: a gateway in front has set it
 
 
+class Unsalted(enum.Enum):
+    """What becomes of prompts that no salt can be put into, where callers have one. Values: of the file."""
+
+    REFUSE = "refuse"  # 403
+    PASS = "pass"  # all such prompts are one group
+
+
 class Caller(NamedTuple):
     """group: for people, nothing secret. salt: empty where the group has none. listed: in the trust file."""
 
@@ -63,11 +70,15 @@ class Caller(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """listed: groups by the SHA-256 of an API key. keyless: what counts for requests without a key."""
+    """listed: groups by the SHA-256 of an API key. keyless: what counts for requests without a key.
+
+    unsalted: a trust file that does not say it refuses.
+    """
 
     unlisted: Unlisted = Unlisted.OWN
     keyless: Unlisted = Unlisted.SHARED
     client_salt: ClientSalt = ClientSalt.NAMESPACE
+    unsalted: Unsalted = Unsalted.PASS
     listed: Mapping[bytes, str] = field(default_factory=dict, repr=False)
 
 
@@ -87,6 +98,10 @@ class Trust:
         if group is None:
             return self._unlisted(self.rules.unlisted, key)
         return Caller(group, self._digest(b"group", group.encode()), listed=True)
+
+    def parted(self, salt: str) -> bool:
+        """Whether a request with this salt may reach no worker that does not read it."""
+        return bool(salt) and self.rules.unsalted is Unsalted.REFUSE
 
     def settled(self, caller: Caller, body: bytes, *, plain: bool = False) -> tuple[str, bytes]:
         """The salt that a request has, empty for none, and its body with that salt and no other.

@@ -3,6 +3,7 @@
     unlisted = "own"          # own, shared or refuse: keys that are not listed
     keyless = "shared"        # the same for requests without a key
     client_salt = "namespace" # namespace, strip or trust
+    unsalted = "refuse"       # refuse or pass: prompts that no salt can be put into
 
     [groups.payments]
     keys = ["sha256:9f86d081884c7d65..."]   # printf %s "$KEY" | sha256sum
@@ -19,14 +20,14 @@ from typing import TypeVar
 
 from kvferry.errors import MisconfiguredError
 from kvferry.identity.regular import open_regular
-from kvferry.router.trust import Rules
+from kvferry.router.trust import Rules, Unsalted
 from kvferry.sources import suggestion
 
 MAX_FILE_BYTES = 16 << 20
 MAX_GROUPS = 100_000
 MAX_GROUP_NAME = 64
 _DIGEST = re.compile(r"sha256:([0-9a-fA-F]{64})")
-_NAMES = ("unlisted", "keyless", "client_salt", "groups")
+_NAMES = ("unlisted", "keyless", "client_salt", "unsalted", "groups")
 
 _Choice = TypeVar("_Choice", bound=Enum)
 
@@ -59,6 +60,7 @@ def rules_of(table: Mapping[str, object]) -> Rules:
         unlisted=_choice(table, "unlisted", usual.unlisted),
         keyless=_choice(table, "keyless", usual.keyless),
         client_salt=_choice(table, "client_salt", usual.client_salt),
+        unsalted=_choice(table, "unsalted", Unsalted.REFUSE),
         listed=_listed(table.get("groups", {})),
     )
 

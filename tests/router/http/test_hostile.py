@@ -259,8 +259,8 @@ def test_a_prompt_has_its_caller_s_salt_whatever_door_it_comes_by(path: str) -> 
         async with mocks(1) as (worker,), routing(worker.url) as router:
             for key in ("a", "b"):
                 for body in (
-                    '{"cache_salt": "theirs", "input": "p"}',
-                    '{"input": "p", "body": {"cache_salt": "theirs"}}',
+                    '{"cache_salt": "theirs", "input": "p", "messages": []}',
+                    '{"input": "p", "messages": [], "body": {"cache_salt": "theirs"}}',
                 ):
                     await ask(router, path, body.encode(), f"Authorization: Bearer {key}")
             salts = [json.loads(seen.body)["cache_salt"] for seen in worker.seen]

@@ -272,7 +272,13 @@ class ClientConnection(asyncio.Protocol):
         self._parts = []
         self.state = State.BUSY
         request = Request(
-            head.method, head.target, head.fields, whole, self._proxy.new_id(head.request_id), self._peer
+            head.method,
+            head.target,
+            head.fields,
+            whole,
+            self._proxy.new_id(head.request_id),
+            self._peer,
+            head.upgrade,
         )
         self._exchange = self._proxy.exchange(self, head, request)
         self._exchange.begin()

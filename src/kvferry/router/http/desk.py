@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class Request(msgspec.Struct, frozen=True):
-    """As it was read. target: path and query. fields: without those of one hop. peer: client's address."""
+    """As it was read. target: path and query. fields: without those of one hop. peer: client's address.
+
+    upgrade: what it asks to speak from then on, if another protocol.
+    """
 
     method: bytes
     target: bytes
@@ -22,6 +25,7 @@ class Request(msgspec.Struct, frozen=True):
     body: bytes
     request_id: str
     peer: str
+    upgrade: bytes = b""
 
     @property
     def path(self) -> str:

@@ -1,0 +1,154 @@
+"""Prompts into which no salt can be put: a trust file keeps them from engines, unless it says otherwise."""
+
+import json
+
+import pytest
+from tests.router.http.rig import ask, client, mocks, prompt, routing, run
+
+from kvferry.router.models import models_of
+from kvferry.router.trust import Trust
+from kvferry.router.trustfile import rules_of
+
+KEY = "Authorization: Bearer k"
+FORM = "Content-Type: multipart/form-data; boundary=x"
+OTHERS = [
+    pytest.param("/v1/audio/transcriptions", b"--x\r\n\r\n{}\r\n--x--", FORM, "POST", id="form"),
+    pytest.param("/v1/anything", b"\0\1", "Content-Type: application/octet-stream", "POST", id="bytes"),
+    pytest.param("/cohere/v2/chat", prompt(), "X: y", "POST", id="Cohere"),
+    pytest.param("/prefix//Cohere/v2/cha%74", prompt(), "X: y", "POST", id="Cohere in another spelling"),
+    pytest.param("/v2/embed", prompt(), "X: y", "POST", id="Cohere's embeddings"),
+    pytest.param("/v1/anything", b'["prompt"]', "X: y", "POST", id="no object"),
+    pytest.param("/v1/chat/completions", prompt(), "X: y", "PUT", id="another method"),
+    pytest.param("/v1/chat/completions", prompt(), "X: y", "GET", id="a body of a GET"),
+]
+
+
+VLLM = b'{"data": [{"id": "mock", "owned_by": "vllm"}]}'
+SGLANG = b'{"data": [{"id": "mock", "owned_by": "sglang"}]}'
+OTHER = b'{"data": [{"id": "mock"}]}'
+
+
+MESSAGES = [{"role": "user", "content": "p"}]
+
+
+def trusting(**rules: object) -> Trust:
+    """As a trust file says it."""
+    return Trust(rules_of(rules))
+
+
+@pytest.mark.parametrize(("path", "body", "field", "method"), OTHERS)
+def test_what_takes_no_salt_is_kept_from_engines_where_its_caller_has_one(
+    path: str, body: bytes, field: str, method: str
+) -> None:
+    async def test() -> None:
+        async with mocks(1) as (worker,), routing(worker.url) as router:
+
+            async def status(*fields: str) -> tuple[int, bytes]:
+                async with client(router) as one:
+                    lines = (f"{method} {path} HTTP/1.1", "Host: r", f"Content-Length: {len(body)}")
+                    one.send("\r\n".join((*lines, field, *fields, "", "")).encode() + body)
+                    answer = await one.answer()
+                return answer.status, answer.body
+
+            router.reception.trust = trusting(unlisted="own")
+            router.roster.learned(worker.url, models_of(VLLM))
+            refused, told = await status(KEY)
+            assert (refused, len(worker.seen)) == (403, 0)
+            assert b"trust file" in told
+            assert (await status())[0] != 403  # who has no key shares with all who have none
+            assert len(worker.seen) == 1
+            router.reception.trust = trusting(unlisted="own", unsalted="pass")
+            assert (await status(KEY))[0] != 403
+            router.reception.trust = Trust()  # no file
+            assert (await status(KEY))[0] != 403
+            assert len(worker.seen) == 3
+
+    run(test)
+
+
+def test_so_is_what_would_be_said_on_a_websocket() -> None:
+    async def test() -> None:
+        async with mocks(1) as (worker,), routing(worker.url) as router:
+            router.reception.trust = trusting(keyless="own")
+            asked = "Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Key: k"
+            async with client(router) as one:
+                one.get("/v1/realtime", *asked)
+                assert (await one.answer()).status == 403
+            assert not worker.seen
+
+    run(test)
+
+
+def test_what_has_its_salt_or_no_prompt_passes() -> None:
+    async def test() -> None:
+        async with mocks(1) as (worker,), routing(worker.url) as router:
+            router.reception.trust = trusting(unlisted="own")
+            router.roster.learned(worker.url, models_of(VLLM))
+            for path, body in (
+                ("/v1/chat/completions", prompt()),
+                ("/inference/v1/generate", prompt()),
+                ("/v1/messages", prompt()),
+                ("/what/comes/later", b"{}"),
+                ("/v1/responses/resp_1/cancel", b""),
+            ):
+                await ask(router, path, body, KEY)
+                assert worker.seen[-1].path == path, path
+                assert not body or json.loads(worker.seen[-1].body)["cache_salt"]
+            async with client(router) as one:
+                one.get("/v1/responses/resp_1", KEY)
+                await one.answer()
+            assert len(worker.seen) == 6
+
+    run(test)
+
+
+READ = ["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+
+
+@pytest.mark.parametrize(
+    ("models", "read", "unread"),
+    [
+        (VLLM, [*READ, "/v1/messages", "/v1/embeddings"], ["/cohere/v2/chat"]),
+        (SGLANG, [*READ, "/generate"], ["/v1/messages", "/v1/embeddings", "/encode", "/api/chat"]),
+        (OTHER, READ, ["/v1/messages", "/generate"]),
+        (None, READ, ["/v1/messages", "/generate"]),
+    ],
+    ids=["vLLM", "SGLang", "another", "not known yet"],
+)
+def test_which_paths_read_a_salt_is_known_of_each_engine(
+    models: bytes | None, read: list[str], unread: list[str]
+) -> None:
+    async def test() -> None:
+        async with mocks(1) as (worker,), routing(worker.url) as router:
+            router.reception.trust = trusting(unlisted="own")
+            if models is not None:
+                router.roster.learned(worker.url, models_of(models))
+            body = json.dumps({"model": "mock", "prompt": "p", "input": "p", "messages": MESSAGES}).encode()
+            for path in (*read, *unread):
+                assert ((await ask(router, path, body, KEY)).status == 403) == (path in unread), path
+
+    run(test)
+
+
+def test_one_engine_of_another_kind_counts_for_all() -> None:
+    async def test() -> None:
+        async with mocks(2) as workers, routing(*(worker.url for worker in workers)) as router:
+            router.reception.trust = trusting(unlisted="own")
+            for worker, models in zip(workers, (VLLM, SGLANG), strict=True):
+                router.roster.learned(worker.url, models_of(models))
+            for path in ("/v1/messages", "/generate"):
+                assert (await ask(router, path, prompt(), KEY)).status == 403
+
+    run(test)
+
+
+def test_a_salt_that_a_client_sends_without_a_key_wants_to_be_read_too() -> None:
+    async def test() -> None:
+        async with mocks(1) as (worker,), routing(worker.url) as router:
+            router.roster.learned(worker.url, models_of(VLLM))
+            for client_salt in ("namespace", "trust"):
+                router.reception.trust = trusting(client_salt=client_salt)
+                assert (await ask(router, "/cohere/v2/chat", prompt(cache_salt="s"))).status == 403
+                assert (await ask(router, "/cohere/v2/chat", prompt())).status != 403
+
+    run(test)
