@@ -222,6 +222,38 @@ def test_a_response_is_read_like_a_chat() -> None:
     assert response(input=[call]) != response(input=[{**call, "arguments": "{1}"}])
 
 
+def test_anthropics_messages_share_a_conversation_wherever_they_want_it_cached() -> None:
+    def asked(*messages: tuple[str, Any], system: Any = "Be brief.", **more: Any) -> tuple[Key, ...]:
+        said = [{"role": role, "content": content} for role, content in messages]
+        return READER.read("/v1/messages", body(system=system, messages=said, max_tokens=9, **more)).keys
+
+    def text(text: str, **more: Any) -> dict[str, Any]:
+        return {"type": "text", "text": text, **more}
+
+    here = {"cache_control": {"type": "ephemeral"}}
+    call = {"type": "tool_use", "id": "t1", "name": "look", "input": {"at": "x" * 3000}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [text("seen")]}
+    turns = [("user", [text("Look.")]), ("assistant", [text("Yes."), call]), ("user", [result])]
+    first = asked(*turns[:1])
+    whole = asked(*turns)
+    assert shared(first, whole) == first[-1].length
+    marked = asked(turns[0], ("assistant", [text("Yes.", **here), call]), ("user", [{**result, **here}]))
+    assert marked == whole
+    assert asked(("user", "Look.")) == first == asked(*turns[:1], system=[text("Be brief.", **here)])
+    assert whole[-1].length > 3000  # a call is as long as what it says
+    for other in (
+        asked(*turns[:1], system="Be long."),
+        asked(*turns[:1], system=None),
+        asked(*turns[:1], tools=[{"name": "look", "input_schema": {}}]),
+        asked(*turns[:1], thinking={"type": "enabled", "budget_tokens": 9}),
+        asked(("user", [text("Look.")]), ("assistant", [text("Yes."), {**call, "name": "see"}])),
+    ):
+        assert other[-1].name not in names(whole)
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "A" * 9000}}
+    for said in (image, {**result, "content": [image]}):
+        assert asked(("user", [said]))[-1].length < 9000
+
+
 def test_embeddings_are_read() -> None:
     assert READER.read("/v1/embeddings", body(input="Hi")).keys
     assert READER.read("/v1/embeddings", body(messages=[{"role": "user", "content": "Hi"}])).keys
@@ -271,6 +303,14 @@ def test_a_path_that_is_not_known_is_not_judged() -> None:
         ("/v1/responses", b'{"input": [7]}', "input[0] is a number"),
         ("/v1/responses", b'{"input": "x", "instructions": 7}', "instructions is a number"),
         ("/v1/embeddings", b"{}", "input is missing"),
+        ("/v1/messages", b"{}", "messages is missing"),
+        ("/v1/messages", b'{"messages": [7]}', "messages[0] has no role"),
+        (
+            "/v1/messages",
+            b'{"messages": [{"role": "user", "content": 7}]}',
+            "messages[0].content is a number",
+        ),
+        ("/v1/messages", b'{"system": 7, "messages": []}', "system.content is a number"),
     ],
 )
 def test_a_body_that_no_worker_could_answer_is_refused_by_name(path: str, sent: bytes, named: str) -> None:

@@ -18,6 +18,7 @@ class Body(msgspec.Struct):
     prompt: Any = None
     input: Any = None
     instructions: Any = None
+    system: Any = None
     stream: Any = None
     max_tokens: Any = None
     max_completion_tokens: Any = None
@@ -37,6 +38,8 @@ class Body(msgspec.Struct):
     text: msgspec.Raw = ABSENT
     reasoning: msgspec.Raw = ABSENT
     reasoning_effort: msgspec.Raw = ABSENT
+    thinking: msgspec.Raw = ABSENT
+    output_config: msgspec.Raw = ABSENT
     chat_template: msgspec.Raw = ABSENT
     chat_template_kwargs: msgspec.Raw = ABSENT
     documents: msgspec.Raw = ABSENT

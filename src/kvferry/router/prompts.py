@@ -1,6 +1,7 @@
 """The prompt of each kind of body, put into a chain of names. Pure."""
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -12,6 +13,7 @@ from kvferry.router.keys import MAX_BOUNDARIES, KeyChain, Mark, escaped
 
 MAX_TOKEN_ID = (1 << 32) - 1
 _TEXT_PARTS = frozenset(("text", "input_text", "output_text"))
+_WHOLE_BLOCKS = frozenset(("text", "image", "document"))
 
 Build = Callable[[Body, KeyChain], None]
 
@@ -141,7 +143,7 @@ def _token_bytes(name: str, ids: list[Any]) -> bytes:
     try:
         if bool in set(map(type, ids)):
             raise TypeError
-        return b"".join([number.to_bytes(4, "little") for number in ids])
+        return array("I", ids).tobytes()
     except (OverflowError, TypeError, AttributeError):
         raise RefusedError(f"{name} holds something that is no token id of 0 to {MAX_TOKEN_ID}") from None
 
@@ -164,10 +166,51 @@ def _response(asked: Body, chain: KeyChain) -> None:
         _message(chain, f"input[{number}]", role if isinstance(role, str) else "", said)
 
 
+def _anthropic(asked: Body, chain: KeyChain) -> None:
+    """A chat as Anthropic's API has it."""
+    if asked.system is not None:
+        _message(chain, "system", "system", {"role": "system", "content": whole_blocks(asked.system)})
+    messages = asked.messages
+    if not isinstance(messages, list):
+        raise RefusedError("messages is missing" if messages is None else f"messages is {kind_of(messages)}")
+    for number, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        if not isinstance(role, str):
+            raise RefusedError(f"messages[{number}] has no role")
+        said = {"role": role, "content": whole_blocks(message.get("content"))}
+        _message(chain, f"messages[{number}]", role, said)
+
+
+def whole_blocks(content: object) -> object:
+    """The parts of a message that are the same in every turn."""
+    return list(_flat(content)) if isinstance(content, list) else content
+
+
+def _flat(blocks: Iterable[object]) -> Iterator[object]:
+    """Text and media as they are; what calls and thoughts say, as text; and what results hold.
+
+    ``cache_control`` moves on with every turn, and is nothing that a prompt is made of.
+    """
+    for block in blocks:
+        if not isinstance(block, dict):
+            yield block
+            continue
+        said = {name: value for name, value in block.items() if name != "cache_control"}
+        kind, inner = said.get("type"), said.get("content")
+        if isinstance(kind, str) and kind in _WHOLE_BLOCKS:
+            yield said
+        elif isinstance(inner, list):
+            yield canonical_json({**said, "content": None}).decode()
+            yield from _flat(inner)
+        else:
+            yield canonical_json(said).decode()
+
+
 BUILDERS: dict[str, Build] = {
     "/v1/chat/completions": _chat,
     "/v1/completions": _completion,
     "/v1/responses": _response,
+    "/v1/messages": _anthropic,
     "/v1/embeddings": _embedding,
 }
 PLAIN_BUILDERS: dict[str, Build] = {

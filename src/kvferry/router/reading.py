@@ -13,7 +13,7 @@ from kvferry.errors import RefusedError
 from kvferry.router.bodies import BODY, PLAIN_BODY, Body, PlainBody, canonical_json, text_of
 from kvferry.router.contract import Key
 from kvferry.router.keys import KeyChain
-from kvferry.router.prompts import BUILDERS, KINDS, PLAIN_BUILDERS, Build
+from kvferry.router.prompts import BUILDERS, KINDS, PLAIN_BUILDERS, Build, whole_blocks
 
 MAX_REMEMBERED = 512  # tools and other heads, in their canonical form
 
@@ -215,7 +215,7 @@ def _opening(asked: Body) -> str:
         if isinstance(role, msgspec.Raw):
             role, content = msgspec.json.decode(role), msgspec.json.decode(content or b"null")
         if role == "user":
-            return xxhash.xxh3_128_hexdigest(canonical_json(content))
+            return xxhash.xxh3_128_hexdigest(canonical_json(whole_blocks(content)))
     return ""
 
 

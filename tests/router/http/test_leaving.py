@@ -298,7 +298,14 @@ def test_ends_that_vanish_without_a_word_are_asked_after_by_the_kernel_on_both_s
     run(test)
 
 
-@pytest.mark.parametrize(("last", "how"), [(b"data: [DONE]\n\n", "done"), (b"data: {}\n\n", "aborted")])
+@pytest.mark.parametrize(
+    ("last", "how"),
+    [
+        (b"data: [DONE]\n\n", "done"),
+        (b'event: message_stop\ndata: {"type":"message_stop"}\n\n', "done"),
+        (b"data: {}\n\n", "aborted"),
+    ],
+)
 def test_a_client_that_leaves_after_the_last_event_has_had_all_of_it(last: bytes, how: str) -> None:
     async def test() -> None:
         async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -10,6 +10,7 @@ from kvferry.router.contract import Usage
 KEPT_PIECES = 4
 KEPT_BYTES = 8 << 10
 _MARK = b'"usage":'
+_ENDS = (b"data: [DONE]", b'"type":"message_stop"}', b'"type": "message_stop"}')
 _OBJECT = re.compile(rb'"usage":\s*(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 
 
@@ -22,6 +23,8 @@ class _Usage(msgspec.Struct):
     completion_tokens: int | None = None
     input_tokens: int | None = None
     output_tokens: int | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
     input_tokens_details: _Details | None = None
 
@@ -43,8 +46,8 @@ class Tail:
 
     @property
     def done(self) -> bool:
-        """Whether it is a stream's end, as OpenAI's API has it."""
-        return b"".join(self._pieces)[-64:].rstrip().endswith(b"data: [DONE]")
+        """Whether it is a stream's end, as OpenAI's API and Anthropic's have it."""
+        return b"".join(self._pieces)[-64:].rstrip().endswith(_ENDS)
 
     def usage(self) -> Usage | None:
         """None where it says none, or nothing that can be read."""
@@ -63,12 +66,14 @@ def _read(text: bytes) -> Usage | None:
         said = _decode(text)
     except msgspec.DecodeError:
         return None
-    prompt = said.prompt_tokens if said.prompt_tokens is not None else said.input_tokens
+    prompt, read = said.prompt_tokens, said.cache_read_input_tokens
+    if prompt is None and said.input_tokens is not None:  # Anthropic's is without what was cached
+        prompt = said.input_tokens + max(0, read or 0) + max(0, said.cache_creation_input_tokens or 0)
     if prompt is None or prompt < 0:
         return None
     done = said.completion_tokens if said.completion_tokens is not None else said.output_tokens
     details = said.prompt_tokens_details or said.input_tokens_details
-    cached = details.cached_tokens if details is not None else None
+    cached = details.cached_tokens if details is not None else read
     if cached is not None and not 0 <= cached <= prompt:
         cached = None
     return Usage(prompt, cached, max(0, done or 0))
