@@ -64,6 +64,14 @@ def follow(node: Node, stack: ExitStack) -> Callable[[], Following]:
     return started
 
 
+def settled(node: Node) -> None:
+    """At rest, with nothing that routers expect on its way."""
+    counts = node._feed
+    assert counts is not None
+    eventually(lambda: not counts._expected and not counts._prefetching, "no prefetch under way")
+    at_rest(node)
+
+
 def test_what_is_asked_and_what_became_of_it_is_told_with_the_engines_ids(
     follow: Callable[[], Following], engine: Engine
 ) -> None:
@@ -249,8 +257,32 @@ def test_what_a_router_expects_evicts_nothing_that_was_used_lately(
     fill_tier(tier, wanted)
     following.prefetch(NAMESPACE.namespace, wanted)
     eventually(lambda: node.statistics().feed.prefetches == 1, "asked")  # type: ignore[union-attr]
-    at_rest(node)
+    settled(node)
     assert node.statistics().catalogue.evicted_parts == before
+
+
+def test_what_a_router_expects_and_exists_nowhere_evicts_nothing(
+    node: Node,
+    follow: Callable[[], Following],
+    engine: Engine,
+    tier: MemoryTier,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though all that memory holds may go for what is expected."""
+    monkeypatch.setattr(feed, "SPARED_S", -3600.0)
+    following = follow()
+    own = digests(60, "own")
+    for start in range(0, 60, 10):
+        engine.save(own[start : start + 10], prefix=own[:start])
+        at_rest(node)
+    before = node.statistics().catalogue.evicted_parts
+    there = digests(30, "there")
+    fill_tier(tier, there)
+    for number, wanted in enumerate((digests(30, "nowhere"), there), 1):
+        following.prefetch(NAMESPACE.namespace, wanted)
+        eventually(lambda n=number: node.statistics().feed.prefetches == n, "asked")  # type: ignore[union-attr,misc]
+        settled(node)
+        assert (node.statistics().catalogue.evicted_parts > before) == (wanted is there)
 
 
 def test_a_busy_node_declines_what_routers_expect(
@@ -291,7 +323,7 @@ def test_what_a_router_expects_is_asked_for_a_few_parts_at_a_time(
         seen = node.statistics().feed.prefetches  # type: ignore[union-attr]
         following.prefetch(NAMESPACE.namespace, chunks)
         eventually(lambda seen=seen: node.statistics().feed.prefetches > seen, "begun")  # type: ignore[union-attr,misc]
-        at_rest(node)
+        settled(node)
     assert following.view.at(Level.MEMORY) == set(chunks)
     assert max(asked) <= 2
 

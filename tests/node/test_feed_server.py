@@ -230,7 +230,13 @@ def test_another_protocol_is_refused_in_words(server: FeedServer) -> None:
     _well(server)
 
 
-def test_with_tls_both_sides_show_who_they_are(serve: Serve, stack: ExitStack, tmp_path: Path) -> None:
+def test_with_tls_both_sides_show_who_they_are(
+    serve: Serve, stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvferry.router.feed import follower
+
+    for wait in ("REFUSED_WAIT_S", "LONGEST_WAIT_S"):
+        monkeypatch.setattr(follower, wait, 0.1)
     ours, other = Authority(tmp_path, "ours"), Authority(tmp_path, "other")
     node, router, stranger = ours.issue("node"), ours.issue("router"), other.issue("stranger")
     server = serve(replace(LOOPBACK, tls=TlsFiles(str(ours.ca), str(node.cert), str(node.key))))

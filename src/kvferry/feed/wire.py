@@ -37,7 +37,7 @@ class Level(enum.IntEnum):
     """Where a chunk is, the quickest first. ENGINE: in one engine's own cache; MEMORY: for all of a host.
 
     VALKEY and below are shared by all hosts whose ``Welcome.behind`` is the same: what one node says of them,
-    all have. A disk that a node has in Valkey's place is nobody else's, and is not told of.
+    all have. Behind a disk that a node has in Valkey's place is that node alone.
 
     Of ENGINE a node tells nothing: it does not see what an engine evicts. Followers derive it from ``Prompt``
     and ``Result`` (what an engine has computed or loaded it holds), and let it age by the engine's
@@ -191,7 +191,7 @@ class Ping(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """Accepted. node: its name, for people. epoch: of this node process; next: the first number to come.
 
-    behind: names the Valkey behind it, without secrets; empty: it has none, and shares nothing.
+    behind: names the Valkey behind it, without secrets, or the disk in its place; empty: it has neither.
     """
 
     protocol: int

@@ -37,6 +37,7 @@ from kvferry.node.server import Connection
 from kvferry.node.state import Namespace, NodeState
 from kvferry.node.wire import Attach, Came, Lookup, Prefill, Report, Role
 from kvferry.pool.catalogue import Catalogue
+from kvferry.pool.entries import EntryState
 from kvferry.tiers.contract import Outcome
 
 MAX_CHANGED_PER_TURN = 512
@@ -63,8 +64,10 @@ _DEEP = {Where.DISK: Level.DISK, Where.OBJECTS: Level.OBJECTS}
 class Feed:
     """Loop thread only, but for ``seen``."""
 
-    def __init__(self, server: FeedServer, catalogue: Catalogue) -> None:
+    def __init__(self, server: FeedServer, catalogue: Catalogue, *, level: Level = Level.VALKEY) -> None:
+        """level: of the tier behind memory."""
         self._server = server
+        self._level = level
         self._changes = catalogue.watch()
         self._state: NodeState | None = None
         self._prefetches: Prefetches | None = None
@@ -197,7 +200,7 @@ class Feed:
 
     def seen(self, refs: Sequence[PartRef], outcomes: Sequence[Outcome]) -> None:
         """See ``feedtier.Seen``. From any thread."""
-        self._server.saw(Level.VALKEY, partial(self._sightings, refs, outcomes, _THERE.get))
+        self._server.saw(self._level, partial(self._sightings, refs, outcomes, _THERE.get))
 
     def located(self, refs: Sequence[PartRef], where: Sequence[Where]) -> None:
         """Keepers said where they have these, which the tier has not."""
@@ -259,7 +262,7 @@ class Feed:
         self._rates_due = now + RATES_S
         for name, estimate in state.rates().items():
             rate, level = estimate.rate(now), _LEVELS.get(name)
-            if level is None or rate.bytes_per_s is None or (level is Level.DISK and state.keepers is None):
+            if level is None or rate.bytes_per_s is None:
                 continue
             found = (rate.latency_s, rate.bytes_per_s)
             if _differs(self._rates.get(level, ()), found):
@@ -289,19 +292,40 @@ class Feed:
         self._prefetching += 1
         self.prefetches += 1
         chunks = split(message.chunks[: PREFETCH_CHUNKS * DIGEST_BYTES])
-        mark = self._ages(state.loop.clock() - SPARED_S) or 1
-        self._bring(state, _Bringing(space.refs(chunks), mark))
+        now = state.loop.clock()
+        mark = self._ages(now - SPARED_S) or 1
+        self._bring(state, _Bringing(space.refs(chunks), mark, now + PREFETCH_S))
 
     def _bring(self, state: NodeState, bringing: "_Bringing") -> None:
-        """A few parts; the others in later turns, so that lookups need not wait for them."""
+        """A few parts; the others in later turns, so that lookups need not wait for them.
+
+        The tier is asked for them first: nothing is evicted for what exists nowhere, whatever routers say.
+        """
         refs = list(islice(bringing.refs, PREFETCH_PARTS))
-        if not refs or self._prefetches is None:
+        if not refs or state.tier is None:
             self._brought(bringing, {})
             return
         bringing.open += 1
         state.loop.post(partial(self._bring, state, bringing))
+        wanted = [ref for ref in refs if state.catalogue.state(ref.key) is EntryState.ABSENT]
+
+        def found(outcomes: Sequence[Outcome]) -> None:
+            there = [ref for ref, outcome in zip(wanted, outcomes, strict=True) if outcome is Outcome.OK]
+            state.loop.post(partial(self._fetch, state, bringing, there))
+
+        if wanted:
+            state.tier.probe(wanted, deadline=bringing.deadline, done=found)
+        else:
+            self._brought(bringing, {})
+
+    def _fetch(self, state: NodeState, bringing: "_Bringing", refs: Sequence[PartRef]) -> None:
+        """What the tier has of them."""
+        within_s = bringing.deadline - state.loop.clock()
+        if not refs or within_s <= 0 or self._prefetches is None:
+            self._brought(bringing, {})
+            return
         done = partial(self._brought, bringing)
-        self._prefetches.begin(refs, within_s=PREFETCH_S, mark=bringing.mark, done=done)
+        self._prefetches.begin(refs, within_s=within_s, mark=bringing.mark, done=done)
 
     def _brought(self, bringing: "_Bringing", counts: dict[str, object]) -> None:
         del counts
@@ -316,6 +340,7 @@ class _Bringing:
 
     refs: Iterator[PartRef]
     mark: int
+    deadline: float
     open: int = 1
 
 

@@ -7,7 +7,17 @@ per batch of parts; the work is done on the feed's thread.
 from collections.abc import Callable, Sequence
 
 from kvferry.identity.names import PartRef
-from kvferry.tiers.contract import FetchItem, FetchResult, Outcome, StoreItem, Tier, TierStatistics, Transfer
+from kvferry.tiers.contract import (
+    Droppable,
+    Dropped,
+    FetchItem,
+    FetchResult,
+    Outcome,
+    StoreItem,
+    Tier,
+    TierStatistics,
+    Transfer,
+)
 
 Seen = Callable[[Sequence[PartRef], Sequence[Outcome]], None]
 """Of these parts: OK, it is there; MISS or CORRUPT, it is not; any other says nothing."""
@@ -81,3 +91,22 @@ class WatchedTier:
     def close(self) -> None:
         """See the contract."""
         self._tier.close()
+
+
+class WatchedDisk(WatchedTier):
+    """One that can forget what it is not told the names of. What goes so is found missing later."""
+
+    def __init__(self, tier: Tier, droppable: Droppable, seen: Seen) -> None:
+        """droppable: the same tier."""
+        super().__init__(tier, seen)
+        self._droppable = droppable
+
+    def drop(
+        self,
+        *,
+        namespace: bytes | None = None,
+        older_than_s: float | None = None,
+        done: Callable[[Dropped], None],
+    ) -> None:
+        """See ``contract.Droppable``."""
+        self._droppable.drop(namespace=namespace, older_than_s=older_than_s, done=done)

@@ -10,18 +10,21 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from hashlib import sha256
+from pathlib import Path
 from types import FrameType
 
 from kvferry import __version__
 from kvferry.addresses import Address
 from kvferry.config import NodeSettings, format_size
 from kvferry.errors import ClosedError, RetryError
+from kvferry.feed.wire import Level
 from kvferry.loop import Loop
 from kvferry.node.app import App, snapshot
 from kvferry.node.counters import NodeStatistics
 from kvferry.node.feed import Feed
 from kvferry.node.feedserver import FeedServer
-from kvferry.node.feedtier import WatchedTier
+from kvferry.node.feedtier import WatchedDisk, WatchedTier
 from kvferry.node.keepers import Keepers
 from kvferry.node.peers import Peer, peer_of
 from kvferry.node.quota import QuotaTier
@@ -31,11 +34,12 @@ from kvferry.pool.arena import Arena
 from kvferry.pool.catalogue import Catalogue
 from kvferry.pool.prepare import PrepareThread
 from kvferry.pool.slots import SlotAllocator
-from kvferry.tiers.contract import Tier
+from kvferry.tiers.contract import Droppable, Tier
 from kvferry.tiers.valkey.url import ValkeyUrl
 
 JOIN_S = 10.0
 DISK = "disk"
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 STATISTICS_WAIT_S = 2.0
 
 log = logging.getLogger("kvferry.node")
@@ -241,15 +245,29 @@ def _feed(settings: NodeSettings, behind: Tier | None, catalogue: Catalogue, *, 
     """What routers follow; None where the settings have none."""
     if settings.feed is None:
         return None
-    shared = "" if behind is None or behind.name == DISK else str(settings.valkey or behind.name)
+    on_disk = behind is not None and behind.name == DISK
+    if on_disk and settings.disk is not None:
+        shared = f"disk {_disk_name(settings.disk)}"
+    else:
+        shared = "" if behind is None else str(settings.valkey or behind.name)
     server = FeedServer(settings.feed, node=socket.gethostname(), epoch=epoch, behind=shared)
-    return Feed(server, catalogue)
+    return Feed(server, catalogue, level=Level.DISK if on_disk else Level.VALKEY)
+
+
+def _disk_name(directory: Path) -> str:
+    """Of no other host's, whatever hosts are called; the same after a restart of the node."""
+    found = directory.stat()
+    host = BOOT_ID.read_bytes() if BOOT_ID.exists() else socket.gethostname().encode()
+    return sha256(b"%b %d %d" % (host, found.st_dev, found.st_ino)).hexdigest()[:16]
 
 
 def _watched(behind: Tier | None, feed: Feed) -> Tier | None:
-    """A tier that others share too, with its answers told of; a disk is this node's own."""
-    if behind is None or behind.name == DISK:
-        return behind
+    """With its answers told of."""
+    if behind is None:
+        return None
+    droppable: object = behind
+    if isinstance(droppable, Droppable):
+        return WatchedDisk(behind, droppable, feed.seen)
     return WatchedTier(behind, feed.seen)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 from tests.feed.test_pure import chunks, held
 from tests.feed.view import View
@@ -59,6 +60,17 @@ def test_a_stream_goes_on_where_it_was_and_nowhere_else(stream: Stream) -> None:
         stream.hello("")
         with pytest.raises(GapError):
             stream.take(elsewhere)
+
+
+def test_a_feed_of_another_protocol_is_refused_with_both_versions(stream: Stream) -> None:
+    stream.hello("")
+    other = msgspec.structs.replace(
+        welcome(following=5, snapshot=False), protocol=PROTOCOL + 1, version="9.9"
+    )
+    with pytest.raises(RefusedError, match=rf"\(9.9\) speaks protocol {PROTOCOL + 1}"):
+        stream.take(other)
+    with pytest.raises(RefusedError, match="answered hello"):
+        stream.take(Events(5, EVENTS))
 
 
 def test_a_snapshot_that_broke_off_is_asked_for_again(stream: Stream) -> None:

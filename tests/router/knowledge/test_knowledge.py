@@ -320,14 +320,16 @@ def test_a_node_that_says_what_its_engine_had_shows_an_empty_cache_though_all_wa
     assert held(knowledge, "wa", "p").engine == 0
 
 
-def test_hosts_that_come_and_go_leave_nothing_behind(knowledge: Knowledge) -> None:
+@pytest.mark.parametrize("own", [False, True], ids=["Valkey", "disks of their own"])
+def test_hosts_that_come_and_go_leave_nothing_behind(knowledge: Knowledge, own: bool) -> None:
     for number in range(200):
         node, url = f"node{number}", f"w{number}"
         knowledge.near(url, node)
-        knowledge.met(node, behind="valkey")
+        knowledge.met(node, behind=f"disk {number}" if own else "valkey")
         knowledge.apply(node, Space(1, b"s" * 16, "m", CHUNK, 5000))
         knowledge.apply(node, EngineUp(1, "e", 1, 100_000))
         knowledge.apply(node, Held(Level.MEMORY, 0, 1, digests("p", 10)))
+        knowledge.apply(node, Held(Level.DISK if own else Level.VALKEY, 0, 1, digests("p", 10)))
         knowledge.sent(asked("p", f"r{number}"), knowledge.worker(url), new_tokens=1000)
         late = Prompt(1, 1, f"chatcmpl-r{number}-0badc0de", digests("p", 10), 1000, 0)
         if number % 2:
@@ -340,6 +342,19 @@ def test_hosts_that_come_and_go_leave_nothing_behind(knowledge: Knowledge) -> No
     assert set(knowledge.told.nodes) == {"na", "nb"}
     assert len(knowledge._workers) == 0
     assert max(knowledge.told.holders._masks.values()).bit_length() < 200
+    assert len(knowledge.told.holders._bits) < 10
+    assert knowledge.told._shared_bits.bit_count() <= 1
+
+
+def test_a_hosts_own_disk_serves_it_alone_and_makes_it_a_candidate(knowledge: Knowledge) -> None:
+    linked(knowledge)
+    linked(knowledge, "q", "wb", "r2")
+    for node in ("na", "nb"):
+        knowledge.met(node, behind=f"disk {node}")
+    knowledge.apply("nb", Held(Level.DISK, 0, 1, digests("p", 6)))
+    assert held(knowledge, "wb") == (0, 0, 600)
+    sight = knowledge.look(asked("p"), 0)
+    assert knowledge.worker("wb").number in knowledge.holding(sight, most=12, turn=0)
 
 
 def test_namespaces_of_yesterday_make_room_for_those_of_today(knowledge: Knowledge) -> None:

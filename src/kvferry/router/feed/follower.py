@@ -71,7 +71,7 @@ class Knowledge(Protocol):
         """What was told of this node counts no more; what follows tells all of it anew."""
 
     def met(self, node: str, *, behind: str) -> None:
-        """Told after each reset: which Valkey is behind it, as its ``Welcome`` says."""
+        """Told after each reset: what is behind it, as its ``Welcome`` says."""
 
     def lost(self, node: str) -> None:
         """It is not followed any more: what was told ages from now on."""

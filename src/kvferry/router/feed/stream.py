@@ -98,6 +98,11 @@ class Stream:
     def _welcome(self, message: Welcome) -> Taken:
         if self._greeted:
             raise RefusedError("a second Welcome")
+        if message.protocol != PROTOCOL:
+            raise RefusedError(
+                f"the node ({message.version}) speaks protocol {message.protocol} of the feed, this router "
+                f"({__version__}) {PROTOCOL}: give them the same version"
+            )
         self._greeted = True
         self.node, self.behind, self.version = message.node, message.behind, message.version
         if not message.snapshot:

@@ -153,7 +153,7 @@ class Knowledge:
     # What feeds say
 
     def met(self, node: str, *, behind: str) -> None:
-        """The node has said which Valkey is behind it."""
+        """The node has said what is behind it."""
         self.told.met(node, behind=behind)
 
     def apply(self, node: str, event: wire.AnyEvent) -> None:
@@ -357,13 +357,16 @@ class Knowledge:
         return Sight(max(tokens[-1], 1), tokens, depths, self.seen.holds(keys, tokens, workers))
 
     def holding(self, sight: Sight, *, most: int, turn: int) -> list[int]:
-        """Numbers of workers that have the longest parts of the prompt. turn: which of very many."""
+        """Numbers of workers that have the longest parts of the prompt, and then of those that can get them.
+
+        turn: which of very many.
+        """
         found: dict[int, None] = {}
         for _, mask in sight.seen:
             if len(found) < most:
                 found.update(dict.fromkeys(_some(mask, most=most - len(found), turn=turn)))
         for depths in sight.depths.values():
-            for _, mask in depths.local:
+            for _, mask in (*depths.local, *depths.reach):
                 if len(found) >= most:
                     break
                 for bit in _some(mask, most=most, turn=turn):

@@ -63,7 +63,7 @@ class Engine:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """behind: the Valkey behind it. Numbers are those of the node's epoch."""
+    """behind: the Valkey behind it, or its own disk. Numbers are those of the node's epoch."""
 
     name: str
     behind: str = ""

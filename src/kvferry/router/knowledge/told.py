@@ -80,7 +80,7 @@ class Told:
         return None if known is None else known.engines.get(number)
 
     def met(self, node: str, *, behind: str) -> None:
-        """It has said which Valkey is behind it."""
+        """It has said what is behind it: which Valkey, or a disk of its own."""
         self._node(node).behind = behind
         self._members.clear()
 
@@ -105,7 +105,13 @@ class Told:
     def removed(self, node: str) -> list[Emptied]:
         """It is gone for good."""
         emptied = self.reset(node)
-        self.nodes.pop(node, None)
+        known = self.nodes.pop(node, None)
+        if known is not None and all(other.behind != known.behind for other in self.nodes.values()):
+            for level in SHARED:  # nobody is left who could bring it
+                place = Place(level, known.behind)
+                self._shared_bits &= ~self.holders.known(place)
+                self.holders.forget(place)
+            self._members.clear()
         return emptied
 
     def apply(self, node: str, event: wire.AnyEvent) -> Followed | None:
