@@ -352,6 +352,35 @@ def test_rubbish_costs_what_was_known_and_no_more(
     _joined(publisher, view, number=1)
 
 
+def test_an_engine_that_publishes_nothing_is_told_of_once_it_should_have(
+    loop: Loop,
+    publisher: Publisher,
+    stack: ExitStack,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from kvferry.router.feed import kvevents
+
+    follower, view = follow(loop, publisher, stack)
+
+    def prompt(tokens: int) -> None:
+        loop.call(lambda: follower.prompt("cmpl-1", [1] * tokens, salt=""))
+
+    prompt(kvevents.SURE_TOKENS)
+    assert not follower.statistics().error
+    monkeypatch.setattr(kvevents, "SILENT_S", 0.0)
+    prompt(8)  # fills no block
+    assert not follower.statistics().error
+    for _ in range(3):
+        prompt(kvevents.SURE_TOKENS)
+    assert "--kv-events-config" in follower.statistics().error
+    assert len(caplog.messages) == 1
+    _joined(publisher, view)
+    assert not follower.statistics().error
+    prompt(kvevents.SURE_TOKENS)
+    assert not follower.statistics().error
+
+
 def test_a_prompt_is_told_by_its_tokens(loop: Loop, publisher: Publisher, stack: ExitStack) -> None:
     follower, view = follow(loop, publisher, stack)
     _joined(publisher, view)

@@ -36,6 +36,13 @@ END = (1 << 64) - 1
 PIECE = 1024
 NAMED_AT_ONCE = 128
 """Blocks of a prompt, at a few microseconds each."""
+SILENT_S = 60.0
+SURE_TOKENS = 1024
+"""A prompt of so many fills a block of any engine, which tells of it."""
+SILENCE = (
+    "prompts were sent there and nothing has been heard; is it started with --kv-events-config and "
+    "enable_kv_cache_events, and are these its ports?"
+)
 
 log = logging.getLogger("kvferry.router.kvevents")
 
@@ -79,6 +86,8 @@ class KvEventsFollower:
         self._known = False
         self._task: asyncio.Task[None] | None = None
         self._batches = self._gaps = self._lost = 0
+        self._asked_at: float | None = None  # when it should first have had something to say
+        self._silence_told = False
         self._error = ""
 
     def start(self) -> None:
@@ -97,6 +106,7 @@ class KvEventsFollower:
         """A request that was sent there has these tokens. Others have the loop meanwhile."""
         size = self.blocks.block_tokens
         if not size:
+            self._listened_in_vain(len(tokens))
             return
         names: list[bytes] = []
         for name in islice(chain(tokens, size, salt=salt), MAX_CHUNKS):
@@ -210,6 +220,17 @@ class KvEventsFollower:
         if self._known:
             self._knowledge.reset(self.name)
             self._knowledge.met(self.name, behind="")
+
+    def _listened_in_vain(self, tokens: int) -> None:
+        """A prompt was sent there, and nothing was ever heard: as from a publisher that is not there."""
+        if self._batches or tokens < SURE_TOKENS:
+            return
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+        elif now - self._asked_at > SILENT_S and not self._silence_told:
+            self._silence_told = True
+            self._complain(f"{self._endpoint}: {SILENCE}")
 
     def _complain(self, error: str) -> None:
         if error != self._error:
