@@ -14,9 +14,10 @@ from kvferry.costs import PrefillFit, PrefillModel
 
 ASSUMED_PREFILL = PrefillModel(0.005, 1e-4, 0.0)
 FADE_S = 45.0  # in which a factor loses half of its logarithm
-FIRST_WEIGHT = 0.5  # of the first observations; later ones count less, down to LEAST_WEIGHT
-LEAST_WEIGHT = 0.2
-MAX_SURPRISE = math.log(4.0)  # one observation moves no further
+FIRST_WEIGHT = 0.9  # of the first observation; later ones count less, down to LEAST_WEIGHT
+LEAST_WEIGHT = 0.25
+FIRST_SURPRISE = math.log(16.0)  # no further from what was predicted counts the first observation,
+MAX_SURPRISE = math.log(4.0)  # and none of the later ones
 MAX_FACTOR = math.log(64.0)
 SLACK_S = 0.003  # below it, a time says nothing
 
@@ -152,7 +153,8 @@ class Pace:
         sample = math.log((max(seconds, 0.0) + SLACK_S) / (predicted_s + SLACK_S))
         before = self._faded(now)
         self._typical.observe(sample)
-        sample = min(max(sample, before - MAX_SURPRISE), before + MAX_SURPRISE)
+        most = MAX_SURPRISE if self._seen else FIRST_SURPRISE
+        sample = min(max(sample, before - most), before + most)
         weight = max(FIRST_WEIGHT / (1 + self._seen), LEAST_WEIGHT) * predicted_s / (predicted_s + SLACK_S)
         self._seen += 1
         self._at = now
