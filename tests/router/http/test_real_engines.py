@@ -201,6 +201,23 @@ def test_a_conversation_stays_where_its_prefix_is(fleet: Fleet) -> None:
             messages.append({"role": "assistant", "content": answer.choices[0].message.content})
 
 
+def test_a_conversation_by_anthropics_api_stays_where_its_prefix_is(fleet: Fleet) -> None:
+    client = fleet.client()
+    for topic in ("lakes", "ferries", "canals"):
+        messages: list[dict[str, Any]] = []
+        for turn in range(3):
+            messages.append({"role": "user", "content": [{"type": "text", "text": f"Question {turn}?"}]})
+            body = {
+                "model": MODEL,
+                "system": [{"type": "text", "text": f"You know {topic}." + WORD * 400}],
+                "messages": messages,
+                "max_tokens": 4,
+            }
+            answer: Any = client.post("/messages", body=body, cast_to=object)
+            assert (answer["usage"].get("cache_read_input_tokens") or 0) >= (256 if turn else 0)
+            messages.append({"role": "assistant", "content": answer["content"]})
+
+
 def test_callers_share_no_prefix_whatever_they_send(fleet: Fleet) -> None:
     def cached(key: str, **body: object) -> int:
         client = fleet.client().with_options(api_key=key)

@@ -71,6 +71,11 @@ class Stream(asyncio.Protocol):
         else:
             self.tail = data[-1024:] if len(data) >= 1024 else (self.tail + data)[-1024:]
 
+    @property
+    def open(self) -> bool:
+        """Whether the server has not closed it, as it may once it was idle for long."""
+        return self._transport is not None and not self._transport.is_closing()
+
     async def ask(self, request: bytes, body: bytes) -> str:
         """Empty when it was answered whole; else what went wrong."""
         if self._transport is None:
@@ -105,6 +110,7 @@ class Target:
 
     async def ask(self, body: bytes, *, name: str, at: float, begun: float) -> Sample:
         """Send it now; times count from ``at``, seconds after ``begun`` (perf_counter)."""
+        self._idle = [stream for stream in self._idle if stream.open]
         try:
             stream = self._idle.pop() if self._idle else await self._connect()
         except OSError as failure:

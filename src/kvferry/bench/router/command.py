@@ -39,7 +39,7 @@ class Setting:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """All have defaults; the whole takes about two hours on two cores."""
+    """All have defaults; the whole takes two and a half hours on two cores."""
     add = parser.add_argument
     add("--only", default=",".join(SECTIONS), metavar="LIST", help=f"sections to run ({','.join(SECTIONS)})")
     add("--vllm-router", metavar="PATH", help="the command of the router to compare with")

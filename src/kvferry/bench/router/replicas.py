@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from kvferry.bench.router import client
-from kvferry.bench.router.choice import Comparison, Outcome, best, outcome, told, tuned_arm
+from kvferry.bench.router.choice import TUNING_SEEDS, Comparison, Outcome, best, outcome, told, tuned_arm
 from kvferry.bench.router.routers import CACHE_AWARE, Arm, Thresholds, running
 from kvferry.bench.router.traffic import Mix, plan
 from kvferry.demo.ask import Replica
@@ -42,6 +42,7 @@ MIX = Mix(
     model=SERVED_NAME,
 )
 CANDIDATES = (Thresholds(0.3, 1, 1.01), Thresholds(0.3, 4, 1.1), Thresholds(0.3, 64, 1.5))
+WARM_TOKENS = (300, 300, 600, 1200, 900, 300)
 PERIOD_S = 0.06
 RUNS_SHARE = 1 / 3
 
@@ -153,35 +154,34 @@ def measure(
 ) -> Comparison:
     """All arms with all plans, in turn.
 
-    cache_aware runs the first plan with each of ``candidates``; what did best there counts, and goes on.
+    cache_aware runs a plan that is not measured with each of ``candidates``; the best of them is its arm.
     """
     tier = "Valkey behind a node each" if shared else "no shared tier"
     comparison = Comparison(f"two vLLM replicas, one slowed to {RUNS_SHARE:.0%}, {tier}")
     with sides(demo_model(chosen=model, say=say), shared=shared, say=say) as both:
         warm(both)
         runs = [0]
+        if CACHE_AWARE in arms:
+            tuning = Runner(both, directory, peer, mix, TUNING_SEEDS[0], say, runs)
+            comparison.tuned = best(
+                comparison.add_tried(each, [tuning.run(tuned_arm(each))]) for each in candidates
+            )
         for number in range(rounds):
             runner = Runner(both, directory, peer, mix, seed + number, say, runs)
             for arm in arms:
-                if arm != CACHE_AWARE:
-                    comparison.outcomes.append(runner.run(arm))
-                elif comparison.tuned is None:
-                    tried = {each: runner.run(tuned_arm(each)) for each in candidates}
-                    comparison.tuned = best(comparison.add_tried(each, [one]) for each, one in tried.items())
-                    comparison.outcomes.append(tried[comparison.tuned])
-                else:
-                    comparison.outcomes.append(runner.run(tuned_arm(comparison.tuned)))
+                tuned = comparison.tuned if arm == CACHE_AWARE else None
+                comparison.outcomes.append(runner.run(arm if tuned is None else tuned_arm(tuned)))
     return comparison
 
 
 def warm(both: Sequence[Side]) -> None:
-    """The first request of an engine is slow."""
+    """The first requests of an engine are slow, and it has not measured yet how quick it is."""
     from kvferry.bench.prompts import Prompts
     from kvferry.demo.ask import Question
 
     prompts = Prompts(1)
     for side in both:
-        for tokens in (300, 300):
+        for tokens in WARM_TOKENS:
             side.replica.ask(Question(f"warm{time.monotonic_ns()}", prompts.tokens(tokens), 4))
 
 
