@@ -1,10 +1,13 @@
 """Workers that die, restart, hang and leave, as clients of the router see it."""
 
 import asyncio
+import logging
 
-from tests.router.http.rig import CHAT, ask, at_workers, mocks, prompt, routing, run, until
+import pytest
+from tests.router.http.rig import CHAT, ask, at_workers, client, mocks, prompt, routing, run, until
 
 from kvferry.router.health import State
+from kvferry.router.orders import loads_of, status
 
 
 def test_a_request_whose_worker_is_found_dead_is_sent_to_one_other_once() -> None:
@@ -49,6 +52,7 @@ def test_a_worker_that_is_back_gets_requests_again_and_is_believed_empty() -> No
             refused = await ask(router, CHAT, prompt("y"))
             assert refused.status in (502, 503) and b"error" in refused.body
             await until(lambda: router.roster.candidates("", "mock") == ())
+            assert loads_of(router.reception.guides.values())[worker.url]["chosen"] >= 3  # counts go on
             assert (await ask(router, CHAT, prompt("y"))).status == 503
             await worker.listen()
             await until(lambda: router.roster.candidates("", "mock"))
@@ -88,5 +92,51 @@ def test_a_worker_leaves_when_its_last_request_has_ended() -> None:
             await until(lambda: len(router.roster) == 1)
             router.add_worker(one.url)
             assert set(router.roster.candidates("", "")) == {one.url, other.url}
+
+    run(test)
+
+
+def test_why_a_probe_failed_is_in_the_log_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvferry.router")
+
+    async def test() -> None:
+        async with mocks(1) as (worker,), routing(probe_interval_s=0.1) as router:
+            url = worker.url.replace("http:", "https:")
+            router.add_worker(url)
+            await until(lambda: [one.state for one in router.roster] == [State.DOWN])
+            assert f"{url}/health" in next(one.trouble for one in router.roster)
+            assert any("is down" in line and f"{url}/health" in line for line in caplog.messages)
+            assert f"worker {url} added" in caplog.messages
+
+    run(test)
+
+
+def test_a_question_after_the_router_s_own_health_is_no_request() -> None:
+    async def test() -> None:
+        async with mocks(1) as (worker,), routing(worker.url) as router:
+            assert (await ask(router, "/health")).status == 200
+            router.drain_worker(worker.url, grace_s=0)
+            await until(lambda: not len(router.roster))
+            assert (await ask(router, "/health")).status == 503
+            now = router.proxy.statistics()
+            assert (now.requests, dict(now.ended)) == (0, {})
+
+    run(test)
+
+
+def test_a_router_that_drains_still_says_how_it_is() -> None:
+    async def test() -> None:
+        async with mocks(1) as (worker,), routing(worker.url) as router, client(router) as one:
+            worker.behave(hang=True)
+            one.post(CHAT, prompt())
+            await until(lambda: at_workers(router) == 1)
+            address = router.address
+            stopping = asyncio.create_task(router.stop())
+            await until(lambda: router.proxy.draining)
+            await asyncio.sleep(0)
+            assert status(router)["address"] == str(address)
+            worker.behave(hang=False)
+            one.close()
+            await stopping
 
     run(test)

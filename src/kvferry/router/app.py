@@ -151,16 +151,16 @@ class Router:
         self._server: asyncio.Server | None = None
         self._sock: socket.socket | None = None
         self._context: ssl.SSLContext | None = None
+        self._address: Address | None = None
         self._renewing: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def address(self) -> Address:
         """Where it listens."""
-        if self._server is None:
+        if self._address is None:
             raise ClosedError("the router does not listen")
-        host, port = self._server.sockets[0].getsockname()[:2]
-        return Address(host, port)
+        return self._address
 
     async def start(self) -> None:
         """Listen and serve. Raises MisconfiguredError where it cannot listen."""
@@ -175,6 +175,7 @@ class Router:
             raise MisconfiguredError(
                 f"cannot listen at {listen}: {os.strerror(error.errno or 0)}; choose another --listen"
             ) from error
+        self._address = Address(*self._sock.getsockname()[:2])
         await self._listen()
         if self._tls is not None:
             self._renewing = asyncio.create_task(self._renew())
@@ -208,6 +209,8 @@ class Router:
 
         Raises RefusedError: see ``Roster.add``.
         """
+        if self._server is not None and self.roster.get(url) is None:
+            log.info("worker %s added%s", url, f" to pool {pool}" if pool else "")
         worker = self.roster.add(url, pool=pool, found_by_name=found_by_name, now=self.proxy.now())
         if self.settings.probe_interval_s:
             self.attendant.attend(worker)
@@ -351,7 +354,9 @@ class Router:
         node = self._feeds.get(url) or self.engine_events.node(url)
         if change.lost and node is not None:
             self.knowledge.near(url, node)
-        self._telling.changed(url, change.before, change.after)
+        worker = self.roster.get(url)
+        why = worker.trouble if worker is not None else ""
+        self._telling.changed(url, change.before, change.after, why=why)
         if change.after is State.DOWN and not change.answers:
             # Soon: the request that showed it is still being placed elsewhere.
             asyncio.get_running_loop().call_soon(self.proxy.worker_down, url)

@@ -143,16 +143,23 @@ class Attendant:
 
     async def _probe(self, worker: Worker) -> Probed:
         """A worker too busy for the question is not down: its answers to requests say so."""
-        began = self._clock()
+        began, worker.trouble = self._clock(), ""
         try:
             answer = await get(worker.url, "/health", timeout_s=worker.health.limits.timeout_s, tls=self._tls)
-        except NobodyThereError:
+        except NobodyThereError as error:
+            worker.trouble = str(error)
             return Probed.REFUSED
         except UntriedError:
             raise
-        except KvferryError:
-            return Probed.WELL if self._heard_at(worker.url) > began else Probed.MISSED
-        return Probed.MISSED if blames(answer.status) else Probed.WELL
+        except KvferryError as error:
+            if self._heard_at(worker.url) > began:
+                return Probed.WELL
+            worker.trouble = str(error)
+            return Probed.MISSED
+        if not blames(answer.status):
+            return Probed.WELL
+        worker.trouble = f"/health answered {answer.status}"
+        return Probed.MISSED
 
     async def _began(self, worker: Worker) -> float | None:
         """When its process did, by its own clock."""

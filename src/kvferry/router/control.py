@@ -5,7 +5,6 @@ The names are those of vLLM and SGLang; words catch what later versions add.
 """
 
 import re
-from collections.abc import Collection
 from urllib.parse import unquote_to_bytes
 
 NOT_FOR_CLIENTS = "this controls the engine, or tells how it is: it is not for clients of the router"
@@ -49,15 +48,15 @@ def controls(target: bytes) -> bool:
     return not _STEMS.isdisjoint(_WORDS.split(first))
 
 
-def reads_salt(target: bytes, engines: Collection[str]) -> bool:
-    """Whether engines of these kinds read the ``cache_salt`` of what is posted there: vLLM 0.32, SGLang 0.5.
+def reads_salt(target: bytes, engine: str) -> bool:
+    """Whether an engine of this kind reads the ``cache_salt`` of what is posted there: vLLM 0.32, SGLang 0.5.
 
-    Of kinds that are not known, only where all of them take prompts.
+    Of a kind that is not known, only where all of them take prompts.
     """
     parts = _parts_of(target)
-    if set(engines) == {"vllm"}:
+    if engine == "vllm":
         return b"cohere" not in parts and parts[-2:] != [b"v2", b"embed"]
-    return b"/".join(parts) in _SALTED or (b"generate" in parts[:1] and set(engines) == {"sglang"})
+    return b"/".join(parts) in _SALTED or (engine == "sglang" and parts == [b"generate"])
 
 
 def _parts_of(target: bytes) -> list[bytes]:

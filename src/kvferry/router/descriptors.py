@@ -10,7 +10,7 @@ import time
 
 PER_CLIENT = 3  # its connection, one to a worker, and one there that is idle since a moment
 SPARE = 256  # listeners, feeds, probes, metrics
-LEAST_CLIENTS = 16
+OWN = 32  # at least: what the process itself has open
 FEW_CLIENTS = 1024  # so few are worth a warning
 TOLD_EVERY_S = 60.0
 _LACKING = (errno.EMFILE, errno.ENFILE)
@@ -27,7 +27,8 @@ def clients_within_descriptors(wanted: int) -> int:
             soft = hard
     if soft == resource.RLIM_INFINITY:
         return wanted
-    return min(wanted, max(LEAST_CLIENTS, (soft - min(SPARE, soft // 2)) // PER_CLIENT))
+    spare = max(OWN, min(SPARE, soft // 2))
+    return min(wanted, max(1, (soft - spare) // PER_CLIENT))
 
 
 def lacks_descriptors(error: OSError) -> bool:

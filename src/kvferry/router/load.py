@@ -50,19 +50,23 @@ class Loads:
         self.of(worker)
 
     def removed(self, worker: str) -> None:
-        """It may be among them no longer; it is, if it is chosen or added again."""
+        """It may be among them no longer. If it is chosen or added again its counts go on."""
+        self._forget()
         self._removed.add(worker)
-        self.ended(worker)
 
     def ended(self, worker: str) -> None:
         """A flight of it is over."""
-        load = self._workers.get(worker)
-        if load is not None and worker in self._removed and load.requests == 0:
+        if worker in self._removed and self.of(worker).requests == 0:
             del self._workers[worker]
             self._removed.discard(worker)
 
+    def _forget(self) -> None:
+        for worker in list(self._removed):
+            self.ended(worker)
+
     def statistics(self) -> dict[str, dict[str, int]]:
         """By worker."""
+        self._forget()
         return {worker: load.statistics() for worker, load in self._workers.items()}
 
 

@@ -54,7 +54,9 @@ def orders(router: "Router", reload: Callable[[], Plan]) -> dict[str, Handler]:
 
     def explain(query: Mapping[str, str], body: bytes) -> object:
         del body
-        told = router.reception.explain(query.get("request", ""))
+        if not query.get("request"):
+            raise RefusedError("which request? GET /explain?request=ID, of X-Request-Id in its answer")
+        told = router.reception.explain(query["request"])
         if told is None:
             raise TurnedAwayError(404, "this request is not known here, any more or at all")
         return told
@@ -114,6 +116,7 @@ def workers(router: "Router") -> list[dict[str, Any]]:
                 "connects": connects,
                 "failures": {what.value: count for what, count in worker.health.failures.items()},
                 "times_down": worker.health.times_down,
+                "trouble": worker.trouble,
                 "load": loads.get(worker.url),
             }
         )

@@ -63,7 +63,9 @@ class Prefill:
         asked, proxy = order.asked, self._proxy
         if order.request.path not in PATHS or not asked.keys or asked.keys[-1].length < MIN_CHARACTERS:
             return None
-        candidates = self._reception.roster.candidates(PREFILL_POOL, asked.model)
+        candidates = self._reception.reading(
+            order, self._reception.roster.candidates(PREFILL_POOL, asked.model)
+        )
         among = [url for url in candidates if proxy.has_room(url)]
         if not among:
             return None
@@ -98,7 +100,7 @@ def _with_answer(order: Order, outcome: Outcome) -> Order:
         return order
     try:
         params = _ANSWER.decode(outcome.body).kv_transfer_params
-        if bytes(params) == b"null":
+        if not isinstance(msgspec.json.decode(params), dict):
             return order
         return replace(order, body=edited(order.body, {_FIELD: bytes(params)}))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, RefusedError):

@@ -136,7 +136,7 @@ class Reception:
         try:
             caller = self.trust.caller(request.fields)
             body, salt, reading = request.body, "", _NOTHING
-            if body and request.method == b"POST" and not _is_media(request):
+            if body and not _is_media(request):
                 reader = self._reader if len(request.body) < self._apart_bytes else self._reader_apart
                 opened = reader.open(path, body, without=_TRANSFER)
                 salt, body = self.trust.settled(caller, body, plain=opened is not None)
@@ -147,7 +147,8 @@ class Reception:
                     reading = reader.whole(path, body, salt, ignore_own_salt=True, with_opening=with_opening)
         except StrangerError as error:
             raise TurnedAwayError(401, str(error)) from error
-        if self.trust.parted(salt or caller.salt) and self._is_unsalted(request, body):
+        parted = self.trust.parted(salt or caller.salt) and bool(request.upgrade or body)
+        if parted and (request.upgrade or body is request.body):
             raise TurnedAwayError(403, _NO_SALT)
         asked = Asked(
             request.request_id,
@@ -168,17 +169,22 @@ class Reception:
             pool=self._pilots.pool(asked, DEFAULT_POOL) if reading.keys else DEFAULT_POOL,
             stream=reading.stream,
             came=came,
+            parted=parted and not reads_salt(request.target, ""),
             reply=self._models() if path == "/v1/models" and request.method == b"GET" else None,
             caller=f"group {caller.group}" if caller.listed else network(request.peer),
         )
 
-    def _is_unsalted(self, request: Request, body: bytes) -> bool:
-        """Whether prompts may be in it whose salt no worker reads. body: as a worker would get it."""
-        if request.upgrade:
-            return True
-        if not body:
-            return False
-        return body is request.body or not reads_salt(request.target, self.roster.engines)
+    def reading(self, order: Order, workers: Sequence[str]) -> Sequence[str]:
+        """Those of them that read the salt of this request, where that has to be read."""
+        if not order.parted:
+            return workers
+        target = order.request.target
+        reads = {kind: reads_salt(target, kind) for kind in set(map(self._engine, workers))}
+        return workers if all(reads.values()) else [url for url in workers if reads[self._engine(url)]]
+
+    def _engine(self, url: str) -> str:
+        worker = self.roster.get(url)
+        return worker.engine if worker is not None else ""
 
     def _fields(self, fields: Fields) -> Fields:
         """For a worker."""
@@ -214,10 +220,12 @@ class Reception:
     def candidates(self, order: Order, tried: Collection[str]) -> Sequence[str]:
         """See ``Desk``."""
         model, pool = order.asked.model, order.pool
-        found = self.roster.candidates(pool, model, tried=tried)
+        found = self.reading(order, self.roster.candidates(pool, model, tried=tried))
         if not found and pool != DEFAULT_POOL:  # a pilot's pool may fail: its requests do not
             pool = DEFAULT_POOL
-            found = self.roster.candidates(pool, model, tried=tried)
+            found = self.reading(order, self.roster.candidates(pool, model, tried=tried))
+        if not found and order.parted and self.roster.candidates(pool, model, tried=tried):
+            raise TurnedAwayError(403, _NO_SALT)
         if not found and model and not tried and self.roster.served(pool, model) is Served.NO:
             if self.look_again is not None:
                 self.look_again(pool)

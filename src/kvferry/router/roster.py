@@ -27,9 +27,13 @@ class Served(enum.Enum):
 
 
 class Worker:
-    """One of them. models: None until it has said them. models_at: when to ask for them again."""
+    """One of them. models: None until it has said them. models_at: when to ask for them again.
 
-    __slots__ = ("found_by_name", "health", "models", "models_at", "pool", "url")
+    engine: its kind, as it says with its models; empty: not known, as of one that was down and has not said
+    it since. trouble: of its last probe, for people.
+    """
+
+    __slots__ = ("engine", "found_by_name", "health", "models", "models_at", "pool", "trouble", "url")
 
     def __init__(self, url: str, *, pool: str, health: Health, found_by_name: bool) -> None:
         """found_by_name: a name led to it, which may lead to others later."""
@@ -39,6 +43,8 @@ class Worker:
         self.found_by_name = found_by_name
         self.models: tuple[Model, ...] | None = None
         self.models_at = 0.0
+        self.engine = ""
+        self.trouble = ""
 
     @property
     def state(self) -> State:
@@ -77,8 +83,6 @@ class Roster:
         self._up: dict[tuple[str, str], tuple[str, ...]] = {}
         self._trials: tuple[Worker, ...] = ()
         self._pools: frozenset[str] = frozenset()
-        self.engines: frozenset[str] = frozenset()
-        """Which kinds of engine there are, as they say with their models; "" is one that does not."""
         self._departed: Counter[Failure] = Counter()  # failures of workers that are gone
         self.noticed: Callable[[Worker], None] | None = None
 
@@ -146,6 +150,8 @@ class Roster:
         change = event(worker.health)
         if change.before is not change.after:
             self.changed()
+        if change.lost or change.after is State.DOWN:  # who is there next may be another one
+            worker.engine, worker.models_at = "", 0.0
         if self.noticed is not None and worker.health.next_probe_at() != probe_at:
             self.noticed(worker)
         return change
@@ -153,7 +159,11 @@ class Roster:
     def learned(self, url: str, models: tuple[Model, ...]) -> None:
         """What it says it has."""
         worker = self._workers.get(url)
-        if worker is not None and worker.models != models:
+        if worker is None:
+            return
+        owners = {model.owner for model in models}
+        worker.engine = owners.pop() if len(owners) == 1 else ""
+        if worker.models != models:
             worker.models = models
             self.changed()
 
@@ -162,9 +172,6 @@ class Roster:
         self._up.clear()
         self._trials = tuple(worker for worker in self._workers.values() if worker.state is State.TRIAL)
         self._pools = frozenset(worker.pool for worker in self._workers.values())
-        self.engines = frozenset(
-            model.owner for worker in self._workers.values() for model in worker.models or ()
-        )
 
     def candidates(self, pool: str, model: str, *, tried: Collection[str] = ()) -> Sequence[str]:
         """Who may be asked now, of those not tried; the same object as long as nothing changes.

@@ -34,17 +34,18 @@ class Telling:
         self._later = later
         self._workers: dict[str, _Said] = {}
 
-    def changed(self, url: str, before: State, after: State) -> None:
-        """It was in one state, and is in another."""
+    def changed(self, url: str, before: State, after: State, *, why: str = "") -> None:
+        """It was in one state, and is in another. why: where that is known."""
         if before is after:
             return
         said = self._workers.get(url)
+        why = f": {why}" if why else ""
         if said is None:
-            log.info("worker %s is %s (was %s)", url, after.value, before.value)
+            log.info("worker %s is %s (was %s)%s", url, after.value, before.value, why)
             self._workers[url] = _Said(after)
             self._later(QUIET_S, lambda: self._due(url))
         elif said.left:
-            log.info("worker %s is %s (was %s)", url, after.value, before.value)
+            log.info("worker %s is %s (was %s)%s", url, after.value, before.value, why)
             said.said = said.now = after
             said.left -= 1
         else:

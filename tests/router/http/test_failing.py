@@ -180,7 +180,7 @@ def test_a_stream_whose_worker_dies_ends_with_an_error_and_never_properly() -> N
             rest = await one.rest()
             assert status == 200
             assert rest.count(b'"content"') == 3
-            assert b'\n\nevent: error\ndata: {"error":{' in rest
+            assert b'\n\nevent: error\ndata: {"type":"error","error":{' in rest
             assert b"[DONE]" not in rest and not rest.endswith(b"0\r\n\r\n")
             assert events(router)["broken_streams"] == 1
             assert router.proxy.statistics().ended == {"failed": 1}

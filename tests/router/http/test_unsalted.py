@@ -1,11 +1,16 @@
 """Prompts into which no salt can be put: a trust file keeps them from engines, unless it says otherwise."""
 
+import asyncio
 import json
+from dataclasses import replace
 
 import pytest
-from tests.router.http.rig import ask, client, mocks, prompt, routing, run
+from tests.router.http.rig import ask, client, mocks, prompt, read_request, routing, run, scripted, until
 
+from kvferry.router.health import Failure, Probed
+from kvferry.router.http.limits import Limits
 from kvferry.router.models import models_of
+from kvferry.router.pilots import Share
 from kvferry.router.trust import Trust
 from kvferry.router.trustfile import rules_of
 
@@ -18,8 +23,8 @@ OTHERS = [
     pytest.param("/prefix//Cohere/v2/cha%74", prompt(), "X: y", "POST", id="Cohere in another spelling"),
     pytest.param("/v2/embed", prompt(), "X: y", "POST", id="Cohere's embeddings"),
     pytest.param("/v1/anything", b'["prompt"]', "X: y", "POST", id="no object"),
-    pytest.param("/v1/chat/completions", prompt(), "X: y", "PUT", id="another method"),
-    pytest.param("/v1/chat/completions", prompt(), "X: y", "GET", id="a body of a GET"),
+    pytest.param("/v2/embed", prompt(), "X: y", "PUT", id="another method"),
+    pytest.param("/v1/anything", b"p", "X: y", "GET", id="a body of a GET"),
 ]
 
 
@@ -130,14 +135,85 @@ def test_which_paths_read_a_salt_is_known_of_each_engine(
     run(test)
 
 
-def test_one_engine_of_another_kind_counts_for_all() -> None:
+@pytest.mark.parametrize("other", [SGLANG, OTHER, None], ids=["SGLang", "another", "not known yet"])
+def test_of_several_engines_only_those_that_read_it_are_asked(other: bytes | None) -> None:
     async def test() -> None:
-        async with mocks(2) as workers, routing(*(worker.url for worker in workers)) as router:
+        async with mocks(2) as (one, two), routing(one.url, two.url) as router:
             router.reception.trust = trusting(unlisted="own")
-            for worker, models in zip(workers, (VLLM, SGLANG), strict=True):
-                router.roster.learned(worker.url, models_of(models))
-            for path in ("/v1/messages", "/generate"):
-                assert (await ask(router, path, prompt(), KEY)).status == 403
+            router.roster.learned(one.url, models_of(VLLM))
+            if other is not None:
+                router.roster.learned(two.url, models_of(other))
+            for number in range(12):
+                assert (await ask(router, "/v1/messages", prompt(str(number)), KEY)).status != 403
+            assert len(one.seen) == 12 and not two.seen
+            assert (await ask(router, "/v1/messages", prompt())).status != 403
+            router.drain_worker(one.url, grace_s=0)
+            assert (await ask(router, "/v1/messages", prompt(), KEY)).status == 403
+
+    run(test)
+
+
+def test_who_waits_or_is_tried_again_goes_to_no_other_engine_either() -> None:
+    heard: list[bytes] = []
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        del writer
+        heard.append(await read_request(reader))
+        await reader.read()
+
+    async def test() -> None:
+        limits = replace(Limits(), per_worker=1)
+        async with scripted(silent) as one, mocks(2) as (two, new), routing(one, limits=limits) as router:
+            router.reception.trust = trusting(unlisted="own")
+            router.roster.learned(one, models_of(VLLM))
+            asked = [
+                asyncio.create_task(ask(router, "/v1/messages", prompt(str(number)), KEY))
+                for number in range(3)
+            ]
+            await until(lambda: heard and len(router.proxy.waiting) == 2)
+            router.add_worker(new.url)
+            router.roster.learned(new.url, models_of(SGLANG))
+            await ask(router, "/v1/chat/completions", prompt())  # others wait for nobody
+            assert len(new.seen) == 1
+            router.add_worker(two.url)
+            router.roster.learned(two.url, models_of(VLLM))
+            router.reception.failed(one, Failure.REFUSED, router.proxy.now())  # what is there goes elsewhere
+            await asyncio.gather(*asked)
+            assert (len(new.seen), len(two.seen)) == (1, 3)
+
+    run(test)
+
+
+def test_an_engine_that_was_down_is_of_no_known_kind_until_it_says_so() -> None:
+    async def test() -> None:
+        async with mocks(1) as (worker,), routing(worker.url) as router:
+            router.reception.trust = trusting(unlisted="own")
+            router.roster.learned(worker.url, models_of(VLLM))
+            assert (await ask(router, "/v1/messages", prompt(), KEY)).status != 403
+            router.reception.failed(worker.url, Failure.REFUSED, router.proxy.now())
+            router.reception.note(
+                worker.url, lambda health: health.probed(Probed.WELL, router.proxy.now(), jitter=0.0)
+            )
+            assert (await ask(router, "/v1/messages", prompt(), KEY)).status == 403
+            router.roster.learned(worker.url, models_of(VLLM))
+            assert (await ask(router, "/v1/messages", prompt(), KEY)).status != 403
+
+    run(test)
+
+
+@pytest.mark.parametrize("pool", ["prefill", "other"])
+def test_no_prefill_and_no_copy_is_made_by_an_engine_that_does_not_read_it(pool: str) -> None:
+    async def test() -> None:
+        pilot = {"mirror": Share(1.0, pool)} if pool == "other" else {}
+        async with mocks(2) as (one, two), routing(one.url, f"{pool}={two.url}", **pilot) as router:
+            router.reception.trust = trusting(unlisted="own")
+            router.roster.learned(one.url, models_of(VLLM))
+            router.roster.learned(two.url, models_of(SGLANG))
+            long = prompt("p" * 5000)
+            await ask(router, "/v1/messages", long, KEY)
+            assert one.seen and not two.seen
+            await ask(router, "/v1/messages", long)
+            await until(lambda: two.seen)
 
     run(test)
 

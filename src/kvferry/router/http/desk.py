@@ -42,8 +42,9 @@ class Order(msgspec.Struct, frozen=True):
 
     repeatable: whether it may be sent once more where no byte of an answer came. pool: whose workers.
     stream: whether its answer comes in pieces. came: when it was read. reply: a JSON document, where the
-    router answers itself. caller: whose it is, for turns in the queue: API keys cost nothing to make up, so
-    one that no trust file lists counts as its address.
+    router answers itself. parted: only for workers that read its salt, which not all do. caller: whose it is,
+    for turns in the queue: API keys cost nothing to make up, so one that no trust file lists counts as its
+    address.
     """
 
     request: Request
@@ -55,7 +56,13 @@ class Order(msgspec.Struct, frozen=True):
     stream: bool = False
     came: float = 0.0
     reply: bytes | None = None
+    parted: bool = False
     caller: str = ""
+
+    @property
+    def wants(self) -> tuple[str, str, str]:
+        """The same for all that the same workers may have: pool, model and, where it counts, path."""
+        return self.pool, self.asked.model, self.request.path if self.parted else ""
 
 
 class Desk(Protocol):

@@ -119,7 +119,7 @@ class Exchange:
     def lane(self) -> Hashable:
         """See ``waiting.Waiter``."""
         order = self._order
-        return None if order is None else (order.pool, order.asked.model, *self._tried)
+        return None if order is None else (*order.wants, *self._tried)
 
     @property
     def caller(self) -> str:

@@ -73,6 +73,7 @@ class Proxy:
         self._leaving: list[Link] = []
         self._clients: set[ClientConnection] = set()
         self._exchanges: dict[Exchange, None] = {}
+        self._questions: set[Exchange] = set()  # about the router's own health, which are no requests
         self._held_bytes = 0
         self._requests = 0
         self._ended: Counter[str] = Counter()
@@ -158,8 +159,11 @@ class Proxy:
 
     def exchange(self, client: ClientConnection, head: RequestHead, request: Request) -> Exchange:
         """A request has come."""
-        self._requests += 1
         exchange = Exchange(self, client, head, request)
+        if request.path == "/health":
+            self._questions.add(exchange)
+        else:
+            self._requests += 1
         self._exchanges[exchange] = None
         return exchange
 
@@ -167,7 +171,10 @@ class Proxy:
         """It has ended, and what it took is free."""
         self._exchanges.pop(exchange, None)
         self.waiting.leave(exchange)
-        self._ended[how.value] += 1
+        if exchange in self._questions:
+            self._questions.remove(exchange)
+        else:
+            self._ended[how.value] += 1
         self._changed.set()
         self.waiting.wake()
 

@@ -45,9 +45,10 @@ _TYPES = {
 
 
 def error_document(status: int, message: str) -> bytes:
-    """``{"error": {...}}``."""
+    """As OpenAI's API has it, and with the word that Anthropic's wants beside it."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": status}})
+    error = {"message": message, "type": kind, "param": None, "code": status}
+    return msgspec.json.encode({"type": "error", "error": error})
 
 
 def refusal(
