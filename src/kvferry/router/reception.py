@@ -14,7 +14,7 @@ from kvferry.router.control import NOT_FOR_CLIENTS, controls, reads_salt
 from kvferry.router.descriptors import Complaint
 from kvferry.router.fields import looks_like_object
 from kvferry.router.flight import CostFlight
-from kvferry.router.health import Change, Failure, Health, blames
+from kvferry.router.health import Change, Failure, Health, State, blames
 from kvferry.router.http.desk import Order, Request
 from kvferry.router.http.errand import Errand
 from kvferry.router.http.head import Fields
@@ -182,6 +182,19 @@ class Reception:
         reads = {kind: reads_salt(target, kind) for kind in set(map(self._engine, workers))}
         return workers if all(reads.values()) else [url for url in workers if reads[self._engine(url)]]
 
+    def _may_read(self, order: Order, pool: str) -> bool:
+        """Whether some worker reads that salt, or may turn out to: it has not said yet what it is."""
+        model, target = order.asked.model, order.request.target
+        there = [
+            worker
+            for worker in self.roster
+            if worker.pool == pool and not worker.leaving and worker.may_serve(model)
+        ]
+        return not there or any(
+            worker.models is None or worker.state is State.DOWN or reads_salt(target, worker.engine)
+            for worker in there
+        )
+
     def _engine(self, url: str) -> str:
         worker = self.roster.get(url)
         return worker.engine if worker is not None else ""
@@ -224,7 +237,7 @@ class Reception:
         if not found and pool != DEFAULT_POOL:  # a pilot's pool may fail: its requests do not
             pool = DEFAULT_POOL
             found = self.reading(order, self.roster.candidates(pool, model, tried=tried))
-        if not found and order.parted and self.roster.candidates(pool, model, tried=tried):
+        if not found and order.parted and not tried and not self._may_read(order, pool):
             raise TurnedAwayError(403, _NO_SALT)
         if not found and model and not tried and self.roster.served(pool, model) is Served.NO:
             if self.look_again is not None:

@@ -116,18 +116,16 @@ READ = ["/v1/chat/completions", "/v1/completions", "/v1/responses"]
         (VLLM, [*READ, "/v1/messages", "/v1/embeddings"], ["/cohere/v2/chat"]),
         (SGLANG, [*READ, "/generate"], ["/v1/messages", "/v1/embeddings", "/encode", "/api/chat"]),
         (OTHER, READ, ["/v1/messages", "/generate"]),
-        (None, READ, ["/v1/messages", "/generate"]),
     ],
-    ids=["vLLM", "SGLang", "another", "not known yet"],
+    ids=["vLLM", "SGLang", "another"],
 )
 def test_which_paths_read_a_salt_is_known_of_each_engine(
-    models: bytes | None, read: list[str], unread: list[str]
+    models: bytes, read: list[str], unread: list[str]
 ) -> None:
     async def test() -> None:
         async with mocks(1) as (worker,), routing(worker.url) as router:
             router.reception.trust = trusting(unlisted="own")
-            if models is not None:
-                router.roster.learned(worker.url, models_of(models))
+            router.roster.learned(worker.url, models_of(models))
             body = json.dumps({"model": "mock", "prompt": "p", "input": "p", "messages": MESSAGES}).encode()
             for path in (*read, *unread):
                 assert ((await ask(router, path, body, KEY)).status == 403) == (path in unread), path
@@ -148,7 +146,8 @@ def test_of_several_engines_only_those_that_read_it_are_asked(other: bytes | Non
             assert len(one.seen) == 12 and not two.seen
             assert (await ask(router, "/v1/messages", prompt())).status != 403
             router.drain_worker(one.url, grace_s=0)
-            assert (await ask(router, "/v1/messages", prompt(), KEY)).status == 403
+            status = 503 if other is None else 403  # it may turn out to be one that does
+            assert (await ask(router, "/v1/messages", prompt(), KEY)).status == status
 
     run(test)
 
@@ -194,9 +193,25 @@ def test_an_engine_that_was_down_is_of_no_known_kind_until_it_says_so() -> None:
             router.reception.note(
                 worker.url, lambda health: health.probed(Probed.WELL, router.proxy.now(), jitter=0.0)
             )
-            assert (await ask(router, "/v1/messages", prompt(), KEY)).status == 403
+            assert (await ask(router, "/v1/messages", prompt(), KEY)).status in (403, 503)
+            assert len(worker.seen) == 1
             router.roster.learned(worker.url, models_of(VLLM))
-            assert (await ask(router, "/v1/messages", prompt(), KEY)).status != 403
+            await ask(router, "/v1/messages", prompt(), KEY)
+            assert len(worker.seen) == 2
+
+    run(test)
+
+
+def test_while_the_engine_that_reads_it_is_down_it_is_asked_for_later() -> None:
+    async def test() -> None:
+        async with mocks(2) as (one, two), routing(one.url, two.url) as router:
+            router.reception.trust = trusting(unlisted="own")
+            router.roster.learned(one.url, models_of(VLLM))
+            router.roster.learned(two.url, models_of(SGLANG))
+            router.reception.failed(one.url, Failure.REFUSED, router.proxy.now())
+            answer = await ask(router, "/v1/messages", prompt(), KEY)
+            assert answer.status == 503 and "retry-after" in answer.headers
+            assert not two.seen
 
     run(test)
 
@@ -226,5 +241,14 @@ def test_a_salt_that_a_client_sends_without_a_key_wants_to_be_read_too() -> None
                 router.reception.trust = trusting(client_salt=client_salt)
                 assert (await ask(router, "/cohere/v2/chat", prompt(cache_salt="s"))).status == 403
                 assert (await ask(router, "/cohere/v2/chat", prompt())).status != 403
+
+    run(test)
+
+
+def test_without_any_worker_nobody_is_told_that_it_is_forbidden() -> None:
+    async def test() -> None:
+        async with routing() as router:
+            router.reception.trust = trusting(unlisted="own")
+            assert (await ask(router, "/v1/messages", prompt(), KEY)).status == 503
 
     run(test)
