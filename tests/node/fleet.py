@@ -183,6 +183,14 @@ def at_rest(node: Node) -> None:
     node.check()
 
 
+def save_in_turns(node: Node, engine: Engine, chunks: Sequence[bytes]) -> None:
+    """A prompt longer than what may be on its way at a time; each piece is written before the next."""
+    for begin in range(0, len(chunks), SAVED_AT_ONCE):
+        piece = chunks[begin : begin + SAVED_AT_ONCE]
+        assert engine.save(piece, prefix=chunks[:begin]) == len(piece)
+        at_rest(node)
+
+
 class NodeProcess:
     """``kvferry node`` as a process of its own, to be killed and stopped."""
 

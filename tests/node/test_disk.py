@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.node.fleet import Engine, NodeProcess, at_rest, digests, eventually, settings
+from tests.node.fleet import Engine, NodeProcess, at_rest, digests, eventually, save_in_turns, settings
 
 from kvferry.cli.main import main
 from kvferry.client.messages import LoadEnd, Reason
@@ -79,9 +79,7 @@ def test_what_left_the_pool_is_loaded_from_disk(tmp_path: Path, stack: ExitStack
     old, new = digests(20, "old"), digests(60, "new")
     assert engine.save(old) == 20
     eventually(lambda: node.statistics().counters.stored_parts == 20, "written")
-    for begin in range(0, 60, 10):
-        assert engine.save(new[begin : begin + 10], prefix=new[:begin]) == 10
-        at_rest(node)
+    save_in_turns(node, engine, new)
     answer = engine.lookup(old)
     assert (answer.count, set(answer.tiers) - {Place.MEMORY}) == (20, {Place.DISK})
     assert engine.load(answer, old) == [LoadEnd(Reason.COMPLETE, 20)]

@@ -23,6 +23,7 @@ from tests.node.fleet import (
     content,
     digests,
     fill_tier,
+    save_in_turns,
     settings,
 )
 
@@ -249,9 +250,7 @@ def test_what_a_router_expects_evicts_nothing_that_was_used_lately(
 ) -> None:
     following = follow()
     own = digests(60, "own")
-    for start in range(0, 60, 10):
-        engine.save(own[start : start + 10], prefix=own[:start])
-        at_rest(node)
+    save_in_turns(node, engine, own)
     before = node.statistics().catalogue.evicted_parts
     wanted = digests(30, "wanted")
     fill_tier(tier, wanted)
@@ -272,9 +271,7 @@ def test_what_a_router_expects_and_exists_nowhere_evicts_nothing(
     monkeypatch.setattr(feed, "SPARED_S", -3600.0)
     following = follow()
     own = digests(60, "own")
-    for start in range(0, 60, 10):
-        engine.save(own[start : start + 10], prefix=own[:start])
-        at_rest(node)
+    save_in_turns(node, engine, own)
     before = node.statistics().catalogue.evicted_parts
     there = digests(30, "there")
     fill_tier(tier, there)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.feed.following import Following
-from tests.node.fleet import NAMESPACE, Engine, at_rest, digests, settings
+from tests.node.fleet import NAMESPACE, Engine, at_rest, digests, save_in_turns, settings
 
 from kvferry.addresses import Address
 from kvferry.cli.main import main
@@ -65,9 +65,7 @@ def test_what_it_has_is_brought_for_a_request_on_its_way(
         old, new = digests(5, "old"), digests(60, "new")
         engine.save(old)
         at_rest(node)
-        for begin in range(0, 60, 10):
-            engine.save(new[begin : begin + 10], prefix=new[:begin])
-            at_rest(node)
+        save_in_turns(node, engine, new)
         assert main(["drop", "memory", "--socket", str(node.settings.socket_path)]) == 0
         eventually(lambda: not following.view.at(Level.MEMORY) & set(old), "gone from memory")
         following.prefetch(NAMESPACE.namespace, old)

@@ -303,7 +303,7 @@ class Feed:
         """
         refs = list(islice(bringing.refs, PREFETCH_PARTS))
         if not refs or state.tier is None:
-            self._brought(bringing, {})
+            self._brought(bringing)
             return
         bringing.open += 1
         state.loop.post(partial(self._bring, state, bringing))
@@ -316,18 +316,18 @@ class Feed:
         if wanted:
             state.tier.probe(wanted, deadline=bringing.deadline, done=found)
         else:
-            self._brought(bringing, {})
+            self._brought(bringing)
 
     def _fetch(self, state: NodeState, bringing: "_Bringing", refs: Sequence[PartRef]) -> None:
         """What the tier has of them."""
         within_s = bringing.deadline - state.loop.clock()
         if not refs or within_s <= 0 or self._prefetches is None:
-            self._brought(bringing, {})
+            self._brought(bringing)
             return
         done = partial(self._brought, bringing)
         self._prefetches.begin(refs, within_s=within_s, mark=bringing.mark, done=done)
 
-    def _brought(self, bringing: "_Bringing", counts: dict[str, object]) -> None:
+    def _brought(self, bringing: "_Bringing", counts: object = None) -> None:
         del counts
         bringing.open -= 1
         if not bringing.open:

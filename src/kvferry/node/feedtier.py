@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 from kvferry.identity.names import PartRef
 from kvferry.tiers.contract import (
-    Droppable,
     Dropped,
     FetchItem,
     FetchResult,
+    LowerTier,
     Outcome,
     StoreItem,
     Tier,
@@ -96,10 +96,9 @@ class WatchedTier:
 class WatchedDisk(WatchedTier):
     """One that can forget what it is not told the names of. What goes so is found missing later."""
 
-    def __init__(self, tier: Tier, droppable: Droppable, seen: Seen) -> None:
-        """droppable: the same tier."""
+    def __init__(self, tier: LowerTier, seen: Seen) -> None:
         super().__init__(tier, seen)
-        self._droppable = droppable
+        self._droppable = tier
 
     def drop(
         self,

@@ -34,7 +34,7 @@ from kvferry.pool.arena import Arena
 from kvferry.pool.catalogue import Catalogue
 from kvferry.pool.prepare import PrepareThread
 from kvferry.pool.slots import SlotAllocator
-from kvferry.tiers.contract import Droppable, Tier
+from kvferry.tiers.contract import LowerTier, Tier
 from kvferry.tiers.valkey.url import ValkeyUrl
 
 JOIN_S = 10.0
@@ -265,9 +265,8 @@ def _watched(behind: Tier | None, feed: Feed) -> Tier | None:
     """With its answers told of."""
     if behind is None:
         return None
-    droppable: object = behind
-    if isinstance(droppable, Droppable):
-        return WatchedDisk(behind, droppable, feed.seen)
+    if isinstance(behind, LowerTier):
+        return WatchedDisk(behind, feed.seen)
     return WatchedTier(behind, feed.seen)
 
 

@@ -39,8 +39,7 @@ class Copies:
         if share is None:
             raise BrokenError("a copy without a mirror")
         told = self._pilots.of("mirror", share.pool)
-        candidates = self._reception.roster.candidates(share.pool, order.asked.model)
-        among = [url for url in self._reception.reading(order, candidates) if proxy.has_room(url)]
+        among = [url for url in self._reception.able(order, share.pool) if proxy.has_room(url)]
         if len(self._flying) >= self._limit or not among or not proxy.hold(len(order.body)):
             told.skipped += 1
             return

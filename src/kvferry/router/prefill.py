@@ -63,10 +63,7 @@ class Prefill:
         asked, proxy = order.asked, self._proxy
         if order.request.path not in PATHS or not asked.keys or asked.keys[-1].length < MIN_CHARACTERS:
             return None
-        candidates = self._reception.reading(
-            order, self._reception.roster.candidates(PREFILL_POOL, asked.model)
-        )
-        among = [url for url in candidates if proxy.has_room(url)]
+        among = [url for url in self._reception.able(order, PREFILL_POOL) if proxy.has_room(url)]
         if not among:
             return None
         try:

@@ -18,10 +18,14 @@ _WHOLE_BLOCKS = frozenset(("text", "image", "document"))
 Build = Callable[[Body, KeyChain], None]
 
 
+def _no_list(name: str, value: object) -> str:
+    return f"{name} is missing" if value is None else f"{name} is {kind_of(value)}"
+
+
 def _chat(asked: Body, chain: KeyChain) -> None:
     messages = asked.messages
     if not isinstance(messages, list):
-        raise RefusedError("messages is missing" if messages is None else f"messages is {kind_of(messages)}")
+        raise RefusedError(_no_list("messages", messages))
     if not messages:
         raise RefusedError("messages is empty: there is nothing to answer")
     unnamed = len(messages) - MAX_BOUNDARIES
@@ -123,7 +127,7 @@ def _prompts(chain: KeyChain, name: str, prompt: object) -> None:
         chain.boundary()
         return
     if not isinstance(prompt, list):
-        raise RefusedError(f"{name} is missing" if prompt is None else f"{name} is {kind_of(prompt)}")
+        raise RefusedError(_no_list(name, prompt))
     if not prompt:
         raise RefusedError(f"{name} is empty: there is nothing to answer")
     if type(prompt[0]) is int:
@@ -157,7 +161,7 @@ def _response(asked: Body, chain: KeyChain) -> None:
         _message(chain, "input", "user", {"content": given, "role": "user"})
         return
     if not isinstance(given, list):
-        raise RefusedError("input is missing" if given is None else f"input is {kind_of(given)}")
+        raise RefusedError(_no_list("input", given))
     for number, item in enumerate(given):
         if not isinstance(item, dict):
             raise RefusedError(f"input[{number}] is {kind_of(item)}: it must be an object")
@@ -172,7 +176,7 @@ def _anthropic(asked: Body, chain: KeyChain) -> None:
         _message(chain, "system", "system", {"role": "system", "content": whole_blocks(asked.system)})
     messages = asked.messages
     if not isinstance(messages, list):
-        raise RefusedError("messages is missing" if messages is None else f"messages is {kind_of(messages)}")
+        raise RefusedError(_no_list("messages", messages))
     for number, message in enumerate(messages):
         role = message.get("role") if isinstance(message, dict) else None
         if not isinstance(role, str):

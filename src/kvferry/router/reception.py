@@ -129,7 +129,7 @@ class Reception:
     def read(self, request: Request) -> Order:
         """See ``Desk``."""
         path, came = request.path, self._clock()
-        if path == "/health" and request.method in (b"GET", b"HEAD"):
+        if request.asks_health:
             return self._health(request)
         if not self.control and controls(request.target):
             raise TurnedAwayError(403, NOT_FOR_CLIENTS)
@@ -174,8 +174,9 @@ class Reception:
             caller=f"group {caller.group}" if caller.listed else network(request.peer),
         )
 
-    def reading(self, order: Order, workers: Sequence[str]) -> Sequence[str]:
-        """Those of them that read the salt of this request, where that has to be read."""
+    def able(self, order: Order, pool: str, *, tried: Collection[str] = ()) -> Sequence[str]:
+        """Who of this pool may have it now: whoever may be asked and, where that counts, reads its salt."""
+        workers = self.roster.candidates(pool, order.asked.model, tried=tried)
         if not order.parted:
             return workers
         target = order.request.target
@@ -233,10 +234,10 @@ class Reception:
     def candidates(self, order: Order, tried: Collection[str]) -> Sequence[str]:
         """See ``Desk``."""
         model, pool = order.asked.model, order.pool
-        found = self.reading(order, self.roster.candidates(pool, model, tried=tried))
+        found = self.able(order, pool, tried=tried)
         if not found and pool != DEFAULT_POOL:  # a pilot's pool may fail: its requests do not
             pool = DEFAULT_POOL
-            found = self.reading(order, self.roster.candidates(pool, model, tried=tried))
+            found = self.able(order, pool, tried=tried)
         if not found and order.parted and not tried and not self._may_read(order, pool):
             raise TurnedAwayError(403, _NO_SALT)
         if not found and model and not tried and self.roster.served(pool, model) is Served.NO:

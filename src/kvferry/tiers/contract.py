@@ -153,5 +153,6 @@ class Droppable(Protocol):
         ...
 
 
+@runtime_checkable
 class LowerTier(Tier, Droppable, Protocol):
     """One that can also forget what it is not told the names of: the disk, objects."""

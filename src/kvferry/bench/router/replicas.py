@@ -166,11 +166,11 @@ def measure(
             comparison.tuned = best(
                 comparison.add_tried(each, [tuning.run(tuned_arm(each))]) for each in candidates
             )
+            arms = [tuned_arm(comparison.tuned) if arm == CACHE_AWARE else arm for arm in arms]
         for number in range(rounds):
             runner = Runner(both, directory, peer, mix, seed + number, say, runs)
             for arm in arms:
-                tuned = comparison.tuned if arm == CACHE_AWARE else None
-                comparison.outcomes.append(runner.run(arm if tuned is None else tuned_arm(tuned)))
+                comparison.outcomes.append(runner.run(arm))
     return comparison
 
 

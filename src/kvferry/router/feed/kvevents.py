@@ -11,6 +11,7 @@ changes. Requests are found in its blocks by their tokens, which the worker itse
 
 import asyncio
 import logging
+import math
 import random
 import time
 from dataclasses import dataclass
@@ -86,8 +87,7 @@ class KvEventsFollower:
         self._known = False
         self._task: asyncio.Task[None] | None = None
         self._batches = self._gaps = self._lost = 0
-        self._asked_at: float | None = None  # when it should first have had something to say
-        self._silence_told = False
+        self._asked_at: float | None = None  # when it should first have said something; once told, never
         self._error = ""
 
     def start(self) -> None:
@@ -228,8 +228,8 @@ class KvEventsFollower:
         now = time.monotonic()
         if self._asked_at is None:
             self._asked_at = now
-        elif now - self._asked_at > SILENT_S and not self._silence_told:
-            self._silence_told = True
+        elif now - self._asked_at > SILENT_S:
+            self._asked_at = math.inf
             self._complain(f"{self._endpoint}: {SILENCE}")
 
     def _complain(self, error: str) -> None:

@@ -32,6 +32,11 @@ class Request(msgspec.Struct, frozen=True):
         """Without the query."""
         return self.target.partition(b"?")[0].decode("latin-1")
 
+    @property
+    def asks_health(self) -> bool:
+        """Whether it is a question after the router's own health."""
+        return self.method in (b"GET", b"HEAD") and self.path == "/health"
+
     def field(self, name: bytes) -> bytes | None:
         """The first field of that name, which is in small letters."""
         return next((value for key, value in self.fields if key.lower() == name), None)

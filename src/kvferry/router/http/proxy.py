@@ -72,8 +72,7 @@ class Proxy:
         self._links: dict[str, Link] = {}
         self._leaving: list[Link] = []
         self._clients: set[ClientConnection] = set()
-        self._exchanges: dict[Exchange, None] = {}
-        self._questions: set[Exchange] = set()  # about the router's own health, which are no requests
+        self._exchanges: dict[Exchange, bool] = {}  # whether it counts: a question after health is no request
         self._held_bytes = 0
         self._requests = 0
         self._ended: Counter[str] = Counter()
@@ -160,20 +159,15 @@ class Proxy:
     def exchange(self, client: ClientConnection, head: RequestHead, request: Request) -> Exchange:
         """A request has come."""
         exchange = Exchange(self, client, head, request)
-        if request.path == "/health":
-            self._questions.add(exchange)
-        else:
-            self._requests += 1
-        self._exchanges[exchange] = None
+        counts = self._exchanges[exchange] = not request.asks_health
+        self._requests += counts
         return exchange
 
     def over(self, exchange: Exchange, how: Ended) -> None:
         """It has ended, and what it took is free."""
-        self._exchanges.pop(exchange, None)
+        counts = self._exchanges.pop(exchange, True)
         self.waiting.leave(exchange)
-        if exchange in self._questions:
-            self._questions.remove(exchange)
-        else:
+        if counts:
             self._ended[how.value] += 1
         self._changed.set()
         self.waiting.wake()

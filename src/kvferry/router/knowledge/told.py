@@ -108,10 +108,7 @@ class Told:
         known = self.nodes.pop(node, None)
         if known is not None and all(other.behind != known.behind for other in self.nodes.values()):
             for level in SHARED:  # nobody is left who could bring it
-                place = Place(level, known.behind)
-                self._shared_bits &= ~self.holders.known(place)
-                self.holders.forget(place)
-            self._members.clear()
+                self._forget(Place(level, known.behind))
         return emptied
 
     def apply(self, node: str, event: wire.AnyEvent) -> Followed | None:
@@ -239,13 +236,17 @@ class Told:
 
     def _cleared(self, node: Node, event: wire.Cleared) -> Emptied | None:
         place = self._place(node, event.level, event.engine)
-        self._shared_bits &= ~self.holders.known(place)
-        self._members.clear()
-        self.holders.forget(place)
+        self._forget(place)
         if event.level is not Level.ENGINE or event.engine not in node.engines:
             return None
         self.emptied(node.name, event.engine)
         return Emptied(node.name, event.engine, gone=False)
+
+    def _forget(self, place: Place) -> None:
+        """Nothing is there any more, and nobody gets anything from there."""
+        self._shared_bits &= ~self.holders.known(place)
+        self._members.clear()
+        self.holders.forget(place)
 
     def _who(self, shared: int) -> int:
         """The host memories (a mask) that the shared tiers of this mask can fill."""
